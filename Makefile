@@ -1,0 +1,38 @@
+# Everything runs in virtual environments under .venv/, which tools/envs.py creates when they are
+# missing or pyproject.toml has changed. Nothing needs to be installed or activated beforehand.
+
+# Any Python >= 3.11 will do to start; several names are tried because `python3` may be older.
+PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+ENVS = $(or $(PYTHON),$(error no Python >= 3.11 on PATH: install one, or pass PYTHON=...)) \
+  tools/envs.py
+
+MATRIX ?= oldest middle newest
+N ?= 1000
+SEED ?= 0
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint fuzz bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo:  ## a small training run, logged with lox
+	@$(ENVS) run examples/demo.py $(ARGS)
+
+test:  ## lint, types and tests on the oldest, middle and newest JAX (MATRIX=newest, ARGS="-k foo")
+	@$(ENVS) test "$(MATRIX)" $(ARGS)
+
+lint:  ## ruff and pyright only
+	@$(ENVS) lint
+
+fuzz:  ## random programs against plain Python (N=5000 programs, SEED=0)
+	@LOX_FUZZ_N=$(N) LOX_FUZZ_SEED=$(SEED) $(ENVS) run -m pytest -n 2 tests/test_fuzz.py $(ARGS)
+
+bench:  ## run time and compile time as ratios to hand-written code
+	@$(ENVS) run benchmarks/run.py $(ARGS)
+
+clean:  ## remove the environments, caches and build outputs
+	rm -rf .venv dist build .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

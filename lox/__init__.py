@@ -1,0 +1,41 @@
+"""Logging for JAX: values out of jit, scan, grad, vmap and the rest.
+
+Write `lox.log` wherever a value is interesting, and decide outside what becomes of it.
+
+>>> import jax, jax.numpy as jnp, lox
+>>> def f(xs):
+...     def step(carry, x):
+...         carry += x
+...         lox.log({"carry": carry})
+...         return carry, x
+...     return jax.lax.scan(step, 0, xs)[0]
+>>> y, logs = lox.spool(f)(jnp.arange(3))                # return the logs beside the result
+>>> print(logs)
+{'carry': [0, 1, 3]}
+>>> y = lox.tap(f, callback=print)(jnp.arange(3))        # stream them while the program runs
+{'carry': 0}
+{'carry': 1}
+{'carry': 3}
+>>> y = lox.nolog(f)(jnp.arange(3))                      # remove them, at no cost
+"""
+
+__version__ = "0.1.0"
+
+from lox import logify as logify
+from lox import testing as testing
+from lox._errors import LogTypeError as LogTypeError
+from lox._errors import LoxError as LoxError
+from lox._errors import LoxWarning as LoxWarning
+from lox._errors import MismatchError as MismatchError
+from lox._errors import OptionError as OptionError
+from lox._errors import SpoolError as SpoolError
+from lox._errors import StepError as StepError
+from lox._errors import TransformError as TransformError
+from lox._logdict import logdict as logdict
+from lox._nolog import keep as keep
+from lox._nolog import nolog as nolog
+from lox._primitive import log as log
+from lox._reduce import Reduction as Reduction
+from lox._sink import config as config
+from lox._spool import spool as spool
+from lox._tap import tap as tap

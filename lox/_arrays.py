@@ -1,0 +1,57 @@
+"""Small things about arrays that several modules need."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def numpy_for(*trees: Any) -> Any:
+    """NumPy if all arrays are NumPy's, so that host code never starts a JAX computation; else jax.numpy."""
+    if all(isinstance(x, np.ndarray | np.generic | int | float | complex) for x in jax.tree.leaves(trees)):
+        return np
+    return jnp
+
+
+def is_prng_key(dtype: Any) -> bool:
+    """Whether this is the dtype of typed PRNG keys."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def missing_value(dtype: Any) -> Any:
+    """What stands in a slot in which nothing happened: NaN if there is such a thing, else 0."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.asarray(np.nan).astype(dtype)
+    return np.zeros((), dtype)
+
+
+def missing_step(dtype: Any) -> Any:
+    """What stands for a step that an event does not have: NaN for floats, -1 for integers."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.asarray(np.nan).astype(dtype)
+    return np.asarray(-1).astype(dtype)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    """`jnp.zeros` that knows PRNG keys too."""
+    if is_prng_key(dtype):
+        return jnp.broadcast_to(jax.random.key(0, impl=dtype._impl.name), shape)
+    return jnp.zeros(shape, dtype)
+
+
+def promote(*dtypes: Any) -> Any:
+    """The dtype that holds them all."""
+    first, *rest = dtypes
+    for dtype in rest:
+        if dtype != first:
+            first = jnp.promote_types(first, dtype)
+    return first
+
+
+def strong(x: Any) -> Any:
+    """The array without weak type: `lox.log({"x": 1.0})` logs a float32, whatever it is later combined with."""
+    if isinstance(x, np.ndarray | np.generic):
+        return x
+    aval = jax.typeof(x)
+    return jax.lax.convert_element_type(x, aval.dtype) if getattr(aval, "weak_type", False) else x

@@ -1,0 +1,466 @@
+"""Everything lox knows about JAX's versions and internals, and the only place that knows it.
+
+Each helper gives one answer for every supported JAX (0.7 and later). Where versions differ, the branch says since
+when, so that it can go once the older version is no longer supported.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import weakref
+from typing import Any
+
+import jax
+import jax.extend.linear_util as lu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+from jax.interpreters import ad, mlir
+from jax.interpreters import partial_eval as pe
+
+Var = jex_core.Var
+Literal = jex_core.Literal
+Primitive = jex_core.Primitive
+jaxpr_as_fun = jex_core.jaxpr_as_fun
+Trace = jax.core.Trace
+Tracer = jax.core.Tracer
+
+# `set_current_trace` and `take_current_trace` moved from jax.core to jax.extend.core in 0.9.
+_trace_home: Any = jax.core if hasattr(jax.core, "set_current_trace") else jex_core
+set_current_trace = _trace_home.set_current_trace
+take_current_trace = _trace_home.take_current_trace
+
+# Taking the current trace leaves the evaluating one in its place, which is how to get hold of it.
+with take_current_trace(), take_current_trace() as _eval_trace:
+    eval_trace = _eval_trace
+
+
+def current_trace() -> Any:
+    """The trace that interprets operations right now."""
+    with take_current_trace() as trace:
+        return trace
+
+
+def is_evaluating() -> bool:
+    """Whether operations run at once, with no transformation around."""
+    return current_trace() is eval_trace
+
+
+# --- effects -------------------------------------------------------------------------------------
+
+# JAX keeps several sets of effect types (lowerable, allowed in control flow, in custom derivatives, in remat, kept by
+# partial evaluation), all tested with isinstance. Subclassing the debug effect joins them all; an effect outside the
+# last one gives zero events under grad(scan).
+_DebugEffect: Any = type(
+    next(iter(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects))
+)
+
+
+class LogEffect(_DebugEffect):
+    """Marks an equation that logs, or contains one that does."""
+
+    __str__ = lambda self: "Log"  # noqa: E731
+
+
+class EmitEffect(_DebugEffect):
+    """Marks an equation that hands values to the host."""
+
+    __str__ = lambda self: "Emit"  # noqa: E731
+
+
+log_effect = LogEffect()
+emit_effect = EmitEffect()
+
+# --- jaxprs --------------------------------------------------------------------------------------
+
+MERGED_JAXPR = jex_core.Jaxpr is jex_core.ClosedJaxpr  # since 0.11 one class, constants attached
+Jaxpr = jex_core.Jaxpr
+
+
+def is_jaxpr(x: Any) -> bool:
+    """Whether `x` is a jaxpr, open or closed."""
+    return isinstance(x, jex_core.Jaxpr | jex_core.ClosedJaxpr)
+
+
+def split_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """The open jaxpr and its constants."""
+    if MERGED_JAXPR:
+        return jaxpr, list(jaxpr.consts)
+    if isinstance(jaxpr, jex_core.ClosedJaxpr):
+        return jaxpr.jaxpr, list(jaxpr.consts)
+    return jaxpr, []
+
+
+def in_avals(jaxpr: Any) -> list[Any]:
+    """The types of a jaxpr's arguments."""
+    return [v.aval for v in split_jaxpr(jaxpr)[0].invars]
+
+
+def out_avals(jaxpr: Any) -> list[Any]:
+    """The types of a jaxpr's results."""
+    return [v.aval for v in split_jaxpr(jaxpr)[0].outvars]
+
+
+def without_consts(closed: Any) -> tuple[Any, list[Any]]:
+    """A jaxpr that takes its constants as leading arguments, and those constants (what remat wants)."""
+    if MERGED_JAXPR:
+        return closed.with_consts([]), list(closed.consts)
+    jaxpr = closed.jaxpr
+    opened = jaxpr.replace(
+        constvars=[],
+        invars=[*jaxpr.constvars, *jaxpr.invars],
+        debug_info=_unknown_names(jaxpr, len(closed.consts) + len(jaxpr.invars), len(jaxpr.outvars)),
+    )
+    return opened, list(closed.consts)
+
+
+def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """Every jaxpr among an equation's parameters."""
+    found = []
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if is_jaxpr(item):
+                found.append(item)
+            elif type(item).__module__.startswith("jax") and hasattr(item, "expand"):
+                found.extend(sub_jaxprs(vars(item)))  # 0.11.2: custom_root as a "high" primitive
+    return found
+
+
+def make_jaxpr(fun: Any, avals: Any) -> Any:
+    """`jax.make_jaxpr` on flat arguments of the given types, weak types and varying axes included."""
+    return jax.make_jaxpr(fun)(*avals)
+
+
+_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
+_JAX_HOME = os.path.dirname(jax.__file__)
+_seen: Any = weakref.WeakKeyDictionary()
+
+
+def is_custom_call(primitive: Any) -> bool:
+    """Whether the primitive carries a derivative rule of the user's."""
+    return primitive.name in _CUSTOM_CALLS
+
+
+def _concerns(jaxpr: Any) -> tuple[bool, bool]:
+    # Some primitives do not pass on the effects of their sub-jaxprs (custom_vmap_call on 0.7, xla_metadata_call,
+    # custom_partitioning, pallas_call), so effects alone would miss logs: look inside, once.
+    found = _seen.get(jaxpr)
+    if found is None:
+        logs = rules = False
+        for eqn in split_jaxpr(jaxpr)[0].eqns:
+            eqn_logs, eqn_rules = _eqn_concerns(eqn.primitive, eqn.params, eqn.effects)
+            logs, rules = logs or eqn_logs, rules or eqn_rules
+        found = _seen[jaxpr] = (logs, rules)
+    return found
+
+
+def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple[bool, bool]:
+    logs = log_effect in effects
+    rules = is_custom_call(primitive) and not _is_jax_own(params.get("call_jaxpr"))
+    for jaxpr in sub_jaxprs(params):
+        sub_logs, sub_rules = _concerns(jaxpr)
+        logs, rules = logs or sub_logs, rules or sub_rules
+    return logs, rules
+
+
+def _is_jax_own(call_jaxpr: Any) -> bool:
+    # The derivative rules of JAX's own functions (relu, logsumexp, ...) never log: no need to wrap them.
+    info = getattr(split_jaxpr(call_jaxpr)[0], "debug_info", None) if call_jaxpr is not None else None
+    return _JAX_HOME in getattr(info, "func_src_info", "")
+
+
+def has_logs(jaxpr: Any) -> bool:
+    """Whether running the jaxpr may log."""
+    return _concerns(jaxpr)[0]
+
+
+def eqn_has_logs(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an equation with these parameters contains logs."""
+    return any(_concerns(jaxpr)[0] for jaxpr in sub_jaxprs(params))
+
+
+def eqn_concerns(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an equation contains logs, or derivative rules that might log."""
+    return any(_eqn_concerns(primitive, params, ()))
+
+
+def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
+    """Evaluate a stretch of equations in the current trace, reading from and writing to `env`."""
+    defined: set[Any] = set()
+    needed: dict[Any, None] = {}
+    for eqn in eqns:
+        for var in eqn.invars:
+            if isinstance(var, Var) and var not in defined:
+                needed.setdefault(var)
+        defined.update(eqn.outvars)
+    outs = [v for eqn in eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
+    effects = frozenset().union(*[eqn.effects for eqn in eqns])
+    stretch = split_jaxpr(jaxpr)[0].replace(
+        constvars=[],
+        invars=list(needed),
+        outvars=outs,
+        eqns=list(eqns),
+        effects=effects,
+        **({"consts": []} if MERGED_JAXPR else {}),
+        debug_info=_unknown_names(jaxpr, len(needed), len(outs)),
+    )
+    values = jax.core.eval_jaxpr(stretch, [], *[env[v] for v in needed])
+    env.update(zip(outs, values, strict=True))
+
+
+def _unknown_names(jaxpr: Any, n_in: int, n_out: int) -> Any:
+    info = split_jaxpr(jaxpr)[0].debug_info
+    if hasattr(info, "with_unknown_names"):  # since 0.7.1
+        return info.with_unknown_names()
+    return info._replace(arg_names=("",) * n_in, result_paths=("",) * n_out)
+
+
+def eval_equation(jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
+    """Evaluate one equation on other arguments than its own."""
+    ins = [Var(jax.typeof(x)) for x in args]
+    outs = [Var(v.aval) for v in eqn.outvars]
+    env = dict(zip(ins, args, strict=True))
+    eval_equations(jaxpr, [eqn.replace(invars=ins, outvars=outs)], env)
+    return [env[v] for v in outs]
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any) -> Any:
+    """Source location, name stack and configuration of the equation being re-traced."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+# --- types of values -----------------------------------------------------------------------------
+
+
+def varying_axes(aval: Any) -> frozenset[Any]:
+    """The mesh axes over which a value varies inside shard_map."""
+    if hasattr(aval, "mat"):  # since 0.10
+        return frozenset(aval.mat.varying)
+    return frozenset(getattr(aval, "vma", ()))
+
+
+def aval_of(x: Any) -> Any:
+    """The type of a value; types are their own."""
+    return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+
+
+def zeros_of(aval: Any) -> Any:
+    """Zeros of exactly this type: sharding and varying axes included, which `jnp.zeros` would lose."""
+    return ad.zeros_like_aval(aval)
+
+
+def with_varying_axes_of(x: Any, aval: Any) -> Any:
+    """`x`, made to vary over the mesh axes over which `aval` varies."""
+    return vary_over(x, varying_axes(aval))
+
+
+def vary_over(x: Any, axes: frozenset[Any]) -> Any:
+    """`x`, made to vary over these mesh axes too."""
+    missing = tuple(axes - varying_axes(jax.typeof(x)))
+    if not missing:
+        return x
+    if hasattr(lax, "pcast"):  # since 0.8
+        return lax.pcast(x, missing, to="varying")
+    return lax.pvary(x, missing)
+
+
+# --- parameters whose layout changed -------------------------------------------------------------
+
+
+def scan_split(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carries a scan has."""
+    if "num_consts" in params:  # up to 0.10
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def scan_options(params: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `lax.scan` that reproduce the scan."""
+    options = {k: params[k] for k in ("length", "reverse", "unroll")}
+    if "_split_transpose" in params:  # up to 0.9
+        options["_split_transpose"] = params["_split_transpose"]
+    return options
+
+
+UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
+
+
+def widen_jit(params: dict[str, Any], jaxpr: Any, extra_in: int, extra_out: int) -> dict[str, Any]:
+    """A jit's parameters for `jaxpr`, which has that many more leading arguments and trailing results."""
+    return dict(
+        params,
+        jaxpr=jaxpr,
+        in_shardings=(*[UNSPECIFIED] * extra_in, *params["in_shardings"]),
+        in_layouts=(*[None] * extra_in, *params["in_layouts"]),
+        donated_invars=(*[False] * extra_in, *params["donated_invars"]),
+        out_shardings=(*params["out_shardings"], *[UNSPECIFIED] * extra_out),
+        out_layouts=(*params["out_layouts"], *[None] * extra_out),
+    )
+
+
+def widen_remat(params: dict[str, Any], jaxpr: Any, extra_in: int) -> dict[str, Any]:
+    """A remat's parameters for `jaxpr`, which has that many more leading arguments."""
+    return dict(params, jaxpr=jaxpr, prevent_cse=_widen_prevent_cse(params["prevent_cse"], extra_in))
+
+
+def widen_high_remat(prim: Any, jaxpr: Any, extra_in: int) -> Any:
+    """The same for the remat that 0.12 has behind a flag."""
+    return type(prim)(jaxpr, prim.policy, _widen_prevent_cse(prim.prevent_cse, extra_in))
+
+
+def _widen_prevent_cse(prevent_cse: Any, extra_in: int) -> Any:
+    return prevent_cse if isinstance(prevent_cse, bool) else (False,) * extra_in + tuple(prevent_cse)
+
+
+def with_common_types(jaxprs: list[Any], avals: list[Any]) -> list[Any]:
+    """Branches whose results vary over the same mesh axes, which cond insists on."""
+    varying = [[varying_axes(a) for a in out_avals(j)] for j in jaxprs]
+    if all(v == varying[0] for v in varying[1:]):
+        return jaxprs
+    joint = [frozenset().union(*axes) for axes in zip(*varying, strict=True)]
+
+    def widened(jaxpr: Any) -> Any:
+        def fun(*args: Any) -> list[Any]:
+            return [vary_over(x, axes) for x, axes in zip(jaxpr_as_fun(jaxpr)(*args), joint, strict=True)]
+
+        return make_jaxpr(fun, avals)
+
+    return [widened(j) for j in jaxprs]
+
+
+def is_plain_jit(params: dict[str, Any]) -> bool:
+    """Whether a jit has no donation, sharding, layout or compiler option that an enclosing jit would lose."""
+    return (
+        not any(params["donated_invars"])
+        and all(s is UNSPECIFIED for s in (*params["in_shardings"], *params["out_shardings"]))
+        and all(x is None for x in (*params["in_layouts"], *params["out_layouts"]))
+        and not params["compiler_options_kvs"]
+        and not params["keep_unused"]
+    )
+
+
+def manual_axes(params: dict[str, Any]) -> Any:
+    """The mesh axes that a shard_map makes manual."""
+    return params.get("newly_manual_axes", params.get("manual_axes"))  # since 0.10 / up to 0.9
+
+
+PjitFunction = type(jax.jit(lambda: None))
+
+
+@lu.transformation2
+def _around(fun: Any, around: Any, *args: Any, **kwargs: Any) -> Any:
+    return around(functools.partial(fun, **kwargs), *args)
+
+
+def wrap_rule(rule: Any, around: Any) -> Any:
+    """A derivative rule that is run by `around(rule, *args)`."""
+    return _around(rule, around) if isinstance(rule, lu.WrappedFun) else functools.partial(around, rule)
+
+
+def flat_results(results: Any) -> tuple[list[Any], Any]:
+    """What a trace returns for a primitive as a list, and how to give it back its form."""
+    if hasattr(results, "unflatten") and hasattr(results, "update"):  # since 0.11 shard_map's are a FlatTree
+        return list(results.vals), results.update
+    return list(results), lambda flat: flat
+
+
+def forget_trees(fun: Any, rule: Any) -> None:
+    """Let a function be as if it had never run, if its derivative rule has.
+
+    JAX runs one of the two, and learns the structure of the result from the one that has run; it objects to both. lox
+    does run both: one for the logs, one for the derivative.
+    """
+    filled = [bool(store) for store in rule.stores if store is not None]
+    if filled and all(filled):
+        for store in fun.stores:
+            if store is not None:
+                store.reset()
+
+
+# --- keeping loop-invariant logs in their loop ---------------------------------------------------
+
+# When JAX differentiates a scan it evaluates once, outside, whatever does not change from one iteration to the next
+# (jax#16637). For a log that would turn n events into one. The hoisting is a partial evaluation like any other; only
+# the function that asks for it tells them apart.
+_HOISTERS = frozenset({"_scan_known_hoisting", "_scan_partial_eval_custom"})
+
+
+def _is_hoisting() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name in _HOISTERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def keep_in_loop(primitive: Any) -> None:
+    """Never move this primitive's equations out of a loop."""
+
+    def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
+        if _is_hoisting():
+            tracers = tuple(trace.instantiate_const(t) for t in tracers)
+        return trace.default_process_primitive(primitive, tracers, params)
+
+    pe.custom_partial_eval_rules[primitive] = rule
+
+
+def run_in_forward_pass(primitive: Any) -> None:
+    """Under remat, run this primitive's equations with the forward pass and never again in the recomputation."""
+
+    def rule(saveable: Any, unks_in: Any, inst_in: Any, eqn: Any) -> Any:
+        del saveable
+        outs = len(eqn.outvars)
+        if any(unks_in):
+            residuals = [v for v, inst in zip(eqn.invars, inst_in, strict=True) if not inst]
+            return None, eqn, [True] * outs, [True] * outs, residuals
+        return eqn, None, [False] * outs, [False] * outs, []
+
+    pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+    try:  # 0.12 has a new remat behind a flag, with a table of its own
+        from jax._src.interpreters import remat
+    except ImportError:
+        return
+    if hasattr(remat, "rules"):
+        remat.rules[primitive] = lambda trace, *args, **params: (
+            primitive.bind(*args, **params),
+            (),
+            lambda res, *args: [],
+        )
+
+
+# --- device to host ------------------------------------------------------------------------------
+
+
+def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
+    """Emit a host call of `callback(token, *arrays)`, which returns the next token.
+
+    On one device this is twenty times cheaper than `jax.debug.callback`. On several, XLA asks for shardings that
+    `jax.debug.callback` knows how to give; the token then passes by, as there is no one order to keep.
+    """
+    axis_context = ctx.module_context.axis_context
+    if getattr(axis_context, "num_devices", None) == 1:
+        results, _, _ = mlir.emit_python_callback(
+            ctx,
+            callback,
+            None,
+            list(operands),
+            ctx.avals_in,
+            ctx.avals_out,
+            has_side_effect=True,
+        )
+        return results
+
+    def emit(token: Any, *arrays: Any) -> Any:
+        jax.debug.callback(lambda *a: callback(np.int32(0), *map(np.asarray, a)) and None, *arrays)
+        return [token]
+
+    return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)

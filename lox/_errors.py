@@ -1,0 +1,87 @@
+"""What lox raises.
+
+* LoxError
+  * SpoolError       a log that `spool` cannot return
+  * TransformError   a log inside a primitive that lox cannot look into
+  * MismatchError    one key logged with different shapes, structures or reductions (also a ValueError)
+  * LogTypeError     something that cannot be logged (also a TypeError)
+  * OptionError      an option that does not exist or makes no sense (also a ValueError)
+  * StepError        a step that was never logged (also an AttributeError)
+
+LoxWarning, a UserWarning, reports what is not wrong but should be known: events dropped for want of capacity.
+
+Messages say which key, where it was logged, why it cannot be and what to do instead.
+"""
+
+from collections.abc import Iterable
+
+
+class LoxError(Exception):
+    """Base class of everything lox raises on purpose."""
+
+
+class SpoolError(LoxError):
+    """A log that `spool` cannot return."""
+
+
+class TransformError(LoxError):
+    """A log inside a primitive that lox cannot look into."""
+
+
+class MismatchError(LoxError, ValueError):
+    """One key was logged in ways that do not fit together."""
+
+
+class LogTypeError(LoxError, TypeError):
+    """Something that cannot be logged."""
+
+
+class OptionError(LoxError, ValueError):
+    """An option that does not exist or makes no sense."""
+
+
+class StepError(LoxError, AttributeError):
+    """A step that was never logged."""
+
+
+class LoxWarning(UserWarning):
+    """Something a user should know, such as events dropped for want of capacity."""
+
+
+def listing(names: Iterable[str]) -> str:
+    """Names as a person would list them: `'a', 'b' and 'c'`."""
+    quoted = [repr(n) for n in names]
+    if len(quoted) < 2:
+        return "".join(quoted) or "none"
+    return f"{', '.join(quoted[:-1])} and {quoted[-1]}"
+
+
+def unbounded_loop(key: str, site: str) -> SpoolError:
+    """For a key that is stacked inside a loop of unknown length."""
+    return SpoolError(
+        f"`lox.spool` cannot return {key!r}: it is logged inside `while_loop`, whose length is unknown.\n"
+        f"  logged at {site}\n"
+        "Either give the loop room:   lox.spool(f, capacity=1000)\n"
+        'or reduce while it runs:     lox.spool(f, reduce="mean")\n'
+        "or stream the events:        lox.tap(f, callback)"
+    )
+
+
+def opaque_primitive(name: str, keys: Iterable[str], site: str) -> TransformError:
+    """For a log inside a primitive without a rule."""
+    return TransformError(
+        f"cannot reach the log of {listing(keys)}: it is inside `{name}`, whose body lox does not know how to rewrite.\n"
+        f"  logged at {site}\n"
+        "Either log the value outside:   return it from the function and `lox.log` it there\n"
+        "or remove the log:              delete the `lox.log` call inside the primitive's body"
+    )
+
+
+def mismatch(key: str, what: str, first: object, first_site: str, second: object, second_site: str) -> MismatchError:
+    """For a key logged with two shapes, structures or reductions."""
+    return MismatchError(
+        f"{key!r} is logged with different {what}:\n"
+        f"  {first} at {first_site}\n"
+        f"  {second} at {second_site}\n"
+        f"All events of a key are collected together. Use two keys, or make the {what} the same."
+    )

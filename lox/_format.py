@@ -1,0 +1,78 @@
+"""Logs as one line of text."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from lox._logdict import logdict
+
+_MANY = 1000  # from this many elements on, only the ends are shown
+_EDGE = 3
+
+
+def compact(logs: "logdict") -> str:
+    """`{'xs': [0, 1, 2], 'loss': 0.1}`; events that did not happen are left out, and are `-` in single lanes."""
+    if logs.valid and not any(_is_abstract(x) for x in jax.tree.leaves(logs)):
+        logs = logs.without_empty_slots()
+    return "{" + ", ".join(f"{k!r}: {_value(v, logs.valid.get(k))}" for k, v in logs.items()) + "}"
+
+
+def _is_abstract(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__") and not np.isscalar(x)
+
+
+def _value(value: Any, valid: Any = None) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_value(v, valid)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        fields = getattr(value, "_fields", None)
+        if fields is not None:
+            return f"{type(value).__name__}({', '.join(f'{n}={_value(v, valid)}' for n, v in zip(fields, value, strict=True))})"
+        inner = ", ".join(_value(v, valid) for v in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
+    if isinstance(value, jax.core.Tracer) or _is_key(value):
+        return _type(value)
+    if hasattr(value, "dtype") or np.isscalar(value):
+        return _array(np.asarray(value), None if valid is None or _is_abstract(valid) else np.asarray(valid))
+    if jax.tree_util.all_leaves([value]):
+        return str(value)
+    return str(jax.tree.map(_Text, value))  # a user's own pytree shows itself, with our arrays in it
+
+
+class _Text:
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __repr__(self) -> str:
+        return _value(self._value)
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _type(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def _array(array: np.ndarray, valid: np.ndarray | None, size: int | None = None) -> str:
+    if valid is not None and valid.ndim == 0:
+        if not valid:
+            return "-"
+        valid = None
+    if array.ndim == 0:
+        return str(array[()])
+    size = array.size if size is None else size
+    rows = range(len(array))
+    text = [_array(array[i], None if valid is None else valid[i], size) for i in _shown(rows, size)]
+    if len(text) < len(rows):
+        text.insert(_EDGE, "...")
+    return f"[{', '.join(text)}]"
+
+
+def _shown(rows: range, size: int) -> list[int]:
+    if size < _MANY or len(rows) <= 2 * _EDGE:
+        return list(rows)
+    return [*rows[:_EDGE], *rows[-_EDGE:]]

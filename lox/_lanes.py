@@ -1,0 +1,124 @@
+"""Arrays that know which of their leading axes are lanes.
+
+A log inside `vmap` reaches lox with one more leading axis, but only where the value depends on the lane. `flags` has
+one entry for every vmap around the log, outermost first, and says whether the array has that axis: an array with
+flags `(True, False)` has the shape `(outer, *item)`. Inside shard_map the devices count as one more, outermost lane.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# A flag is a bool, or for the devices of a shard_map the names of the mesh axes over which the array varies.
+Flags = tuple[bool | tuple[str, ...], ...]
+
+
+@jax.tree_util.register_pytree_node_class
+class Laned:
+    """A pytree of arrays that all have the lanes given by `flags`, after `lead` axes that the owner knows about."""
+
+    __slots__ = ("flags", "tree")
+
+    def __init__(self, tree: Any, flags: Flags = ()):
+        self.tree, self.flags = tree, flags
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """As a pytree, flags are structure."""
+        return (self.tree,), self.flags
+
+    @classmethod
+    def tree_unflatten(cls, flags: Flags, children: Any) -> "Laned":
+        """The inverse of `tree_flatten`."""
+        return cls(children[0], flags)
+
+    @property
+    def ndim(self) -> int:
+        """How many lane axes there are."""
+        return sum(map(bool, self.flags))
+
+    def map(self, fun: Any) -> "Laned":
+        """Apply `fun` to the arrays, which must keep their lanes."""
+        return Laned(jax.tree.map(fun, self.tree), self.flags)
+
+    def item_shape(self, lead: int = 0) -> tuple[int, ...]:
+        """The shape of a single array without leading axes and lanes."""
+        return tuple(self.tree.shape[lead + self.ndim :])
+
+
+class Lanes(NamedTuple):
+    """Flags together with the size of each lane axis (0 where the flag is off)."""
+
+    flags: Flags
+    sizes: tuple[int, ...]
+
+
+def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
+    """The lanes of an array, sizes read off its shape."""
+    leaves = jax.tree.leaves(laned.tree)
+    axes = iter(leaves[0].shape[lead:] if leaves else ())
+    return Lanes(laned.flags, tuple(next(axes, 0) if f else 0 for f in laned.flags))
+
+
+def union(*lanes: Lanes) -> Lanes | None:
+    """Lanes wide enough for all; None where sizes or nesting depths cannot be reconciled."""
+    depth = max((len(x.flags) for x in lanes), default=0)
+    flags: list[Any] = [False] * depth
+    sizes = [0] * depth
+    for x in lanes:
+        if x.flags and len(x.flags) != depth:
+            return None
+        for i, (flag, size) in enumerate(zip(x.flags, x.sizes, strict=True)):
+            if flag and flags[i] and sizes[i] != size:
+                return None
+            if flag or not flags[i]:
+                flags[i], sizes[i] = flag or flags[i], size or sizes[i]
+    return Lanes(tuple(flags), tuple(sizes))
+
+
+def widen(laned: Laned, lanes: Lanes, lead: int = 0) -> Laned:
+    """The same arrays repeated along the lanes they lack."""
+    if laned.flags == lanes.flags:
+        return laned
+    have = laned.flags or (False,) * len(lanes.flags)
+
+    def widen_array(x: Any) -> Any:
+        index: list[Any] = [slice(None)] * lead
+        shape = list(x.shape[:lead])
+        axes = iter(x.shape[lead:])
+        for has, wanted, size in zip(have, lanes.flags, lanes.sizes, strict=True):
+            if has:
+                index.append(slice(None))
+                shape.append(next(axes))
+            elif wanted:
+                index.append(None)
+                shape.append(size)
+        return jnp.broadcast_to(x[tuple(index)], (*shape, *axes))
+
+    return Laned(jax.tree.map(widen_array, laned.tree), lanes.flags)
+
+
+def expand_to(laned: Laned, flags: Flags, ndim: int, lead: int = 0) -> Any:
+    """A single array with axes of size one inserted, so that it broadcasts against lanes `flags` and `ndim` axes."""
+    have = laned.flags or (False,) * len(flags)
+    index: list[Any] = [slice(None)] * lead
+    for has, wanted in zip(have, flags, strict=True):
+        if has:
+            index.append(slice(None))
+        elif wanted:
+            index.append(None)
+    x = laned.tree[tuple(index)] if None in index else laned.tree
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
+
+
+def map_laned(fun: Callable[[Laned, int], Any], tree: Any) -> Any:
+    """Apply `fun(laned, lead)` to every `Laned` in a tree; those of a series come after its event axis."""
+
+    def visit(node: Any) -> Any:
+        if isinstance(node, Laned):
+            return fun(node, 0)
+        lead = node.lead
+        return jax.tree.map(lambda x: fun(x, lead), node, is_leaf=lambda x: isinstance(x, Laned))
+
+    return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, Laned) or hasattr(x, "lead"))

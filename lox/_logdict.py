@@ -1,0 +1,431 @@
+"""`logdict`: what users get logs as."""
+
+import fnmatch
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from lox import _arrays, _errors, _format, _lanes, _reduce, _series
+from lox._lanes import Flags, Laned
+from lox._series import Series, Site
+
+
+class Layout(NamedTuple):
+    """Which axes the arrays of one key have.
+
+    `ndims` is what the arrays of each leaf had when they were logged, event axis and lanes included: whatever an
+    array has more came from transformations of the whole logdict, such as `vmap(spool(f))`, and stands in front.
+    """
+
+    events: bool
+    flags: tuple[Flags, ...]
+    ndims: tuple[int, ...]
+    step_flags: tuple[tuple[str, Flags], ...] = ()
+    valid_flags: Flags = ()
+
+
+class _Keys(tuple[str, ...]):
+    """Keys in the order of logging. The order is for the eye: it does not make two structures differ."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keys) and sorted(self) == sorted(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self)))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
+    """A dict of logs that also knows their steps.
+
+    >>> import jax, jax.numpy as jnp, lox
+    >>> def f(xs):
+    ...     def body(i, carry):
+    ...         carry += xs[i]
+    ...         lox.log({"carry": carry}, step=i)
+    ...         return carry
+    ...     return jax.lax.fori_loop(0, len(xs), body, 0)
+    >>> y, logs = lox.spool(f)(jnp.arange(3))
+    >>> print(logs, logs.step)
+    {'carry': [0, 1, 3]} {'carry': [0, 1, 2]}
+    >>> print(logs.reduce("mean"), logs.slice[1:], logs + logs)
+    {'carry': 1.3333334} {'carry': [1, 3]} {'carry': [0, 1, 3, 0, 1, 3]}
+
+    Attributes:
+        steps: For each step name, the steps of each key; `logs.step` is short for `logs.steps["step"]`.
+        valid: For each key whose events did not all happen, a boolean for every slot. Empty if nothing is ragged.
+        dropped: For each key with a capacity, how many events did not fit.
+    """
+
+    steps: dict[str, dict[str, Any]]
+    valid: dict[str, Any]
+    dropped: dict[str, Any]
+    _layouts: dict[str, Layout]
+
+    def __init__(
+        self,
+        data: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        *,
+        steps: Mapping[str, Mapping[str, Any]] | None = None,
+        valid: Mapping[str, Any] | None = None,
+        dropped: Mapping[str, Any] | None = None,
+        layouts: Mapping[str, Layout] | None = None,
+    ):
+        super().__init__(data)
+        self.steps = {name: dict(of) for name, of in (steps or {}).items()}
+        self.valid = dict(valid or {})
+        self.dropped = dict(dropped or {})
+        self._layouts = dict(layouts or {})
+
+    # --- as a dict and a pytree ---
+
+    def __getattr__(self, name: str) -> dict[str, Any]:
+        if name.startswith("_") or "steps" not in self.__dict__:
+            raise AttributeError(name)
+        if name in self.steps:
+            return self.steps[name]
+        known = f"The steps are {_errors.listing(self.steps)}." if self.steps else "Nothing was logged with a step."
+        raise _errors.StepError(f"these logs have no step {name!r}. {known}")
+
+    def _of_present(self, of: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: of[k] for k in sorted(of) if k in self}
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Values, steps and validity are children; keys and axes are structure."""
+        steps = {name: of for name in sorted(self.steps) if (of := self._of_present(self.steps[name]))}
+        children = (
+            (jax.tree_util.GetAttrKey("values"), {k: self[k] for k in sorted(self)}),
+            (jax.tree_util.GetAttrKey("steps"), steps),
+            (jax.tree_util.GetAttrKey("valid"), self._of_present(self.valid)),
+            (jax.tree_util.GetAttrKey("dropped"), self._of_present(self.dropped)),
+        )
+        layouts = tuple((k, self._layout(k)) for k in sorted(self))
+        return children, (_Keys(self), layouts)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "logdict":
+        """The inverse of `tree_flatten_with_keys`."""
+        keys, layouts = aux
+        values, steps, valid, dropped = children
+        return cls({k: values[k] for k in keys}, steps=steps, valid=valid, dropped=dropped, layouts=dict(layouts))
+
+    def _layout(self, key: str) -> Layout:
+        if key in self._layouts:
+            return self._layouts[key]
+        # Made by hand: a value is one event, unless its steps say that it is several.
+        leaves = jax.tree.leaves(self[key])
+        steps = tuple((name, ()) for name, of in sorted(self.steps.items()) if key in of)
+        events = any(np.ndim(self.steps[name][key]) for name, _ in steps) or np.ndim(self.valid.get(key, 0)) > 0
+        return Layout(events, ((),) * len(leaves), tuple(np.ndim(x) for x in leaves), steps)
+
+    def _outer(self, key: str) -> int:
+        """How many axes stand in front of those that were logged."""
+        layout = self._layout(key)
+        outer = {np.ndim(x) - n for x, n in zip(jax.tree.leaves(self[key]), layout.ndims, strict=True)}
+        if len(outer) != 1 or min(outer) < 0:
+            raise _errors.LoxError(
+                f"the arrays of {key!r} have lost axes since they were logged: they cannot be taken for events."
+            )
+        return outer.pop()
+
+    def copy(self) -> "logdict":
+        """A shallow copy, steps included."""
+        return self._replace({k: self[k] for k in self})
+
+    def _replace(self, data: dict[str, Any], **changes: Any) -> "logdict":
+        fields = dict(steps=self.steps, valid=self.valid, dropped=self.dropped, layouts=self._layouts)
+        new = logdict(data, **(fields | changes))
+        new.steps = {name: new._of_present(of) for name, of in new.steps.items()}
+        new.steps = {name: of for name, of in new.steps.items() if of}
+        new.valid, new.dropped = new._of_present(new.valid), new._of_present(new.dropped)
+        new._layouts = new._of_present(new._layouts)
+        return new
+
+    def asdict(self) -> dict[str, Any]:
+        """A plain dict of the values."""
+        return dict(self)
+
+    def __str__(self) -> str:
+        return _format.compact(self)
+
+    # --- choosing and renaming ---
+
+    def filter(self, which: str | Iterable[str] | Callable[[str], bool]) -> "logdict":
+        """The keys that match: names, globs such as `"train/*"`, or a function of the key."""
+        if callable(which):
+            chosen = which
+        else:
+            patterns = [which] if isinstance(which, str) else list(which)
+            chosen = lambda key: any(fnmatch.fnmatchcase(key, p) for p in patterns)  # noqa: E731
+        return self._replace({k: v for k, v in self.items() if chosen(k)})
+
+    def prefix(self, prefix: str) -> "logdict":
+        """The same logs with `prefix` in front of every key."""
+
+        def renamed(of: Mapping[str, Any]) -> dict[str, Any]:
+            return {prefix + k: v for k, v in of.items()}
+
+        return logdict(
+            renamed(self),
+            steps={name: renamed(of) for name, of in self.steps.items()},
+            valid=renamed(self.valid),
+            dropped=renamed(self.dropped),
+            layouts=renamed(self._layouts),
+        )
+
+    # --- combining ---
+
+    def __or__(self, other: Mapping[str, Any]) -> "logdict":  # type: ignore[override]
+        """Merge: keys of both; where both have one, that of `other` with its steps."""
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        other = other if isinstance(other, logdict) else logdict(other)
+        mine = self._replace({k: v for k, v in self.items() if k not in other})
+        names = dict.fromkeys([*mine.steps, *other.steps])
+        merged = logdict(
+            {**self, **other},
+            steps={name: {**mine.steps.get(name, {}), **other.steps.get(name, {})} for name in names},
+            valid={**mine.valid, **other.valid},
+            dropped={**mine.dropped, **other.dropped},
+            layouts={**mine._layouts, **other._layouts},
+        )
+        return merged
+
+    def __ror__(self, other: Mapping[str, Any]) -> "logdict":  # type: ignore[override]
+        return logdict(other) | self
+
+    def __ior__(self, other: Mapping[str, Any]) -> "logdict":  # type: ignore[override,misc]
+        return self | other
+
+    def __add__(self, other: "logdict") -> "logdict":
+        """Events of `other` after those of `self`, key by key."""
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        other = other if isinstance(other, logdict) else logdict(other)
+        both = self | other
+        for key in self:
+            if key in other:
+                outer = self._outer(key)
+                parts = [self._to_series(key), other._to_series(key)]
+                both._set_series(_series.concatenate(parts, outer), outer)
+        for key in self.dropped.keys() & other.dropped.keys():
+            both.dropped[key] = self.dropped[key] + other.dropped[key]
+        return both
+
+    def __radd__(self, other: Any) -> "logdict":
+        return self if other == 0 else logdict(other) + self  # so that sum() works
+
+    def _to_series(self, key: str) -> Series:
+        leaves, treedef = jax.tree.flatten(self[key])
+        layout = self._layout(key)
+        flags = dict(layout.step_flags)
+        valid = self.valid.get(key)
+        return Series(
+            values=[Laned(np.asarray(x) if np.isscalar(x) else x, f) for x, f in zip(leaves, layout.flags, strict=True)],
+            steps={
+                name: Laned(np.asarray(of[key]) if np.isscalar(of[key]) else of[key], flags.get(name, ()))
+                for name, of in self.steps.items()
+                if key in of
+            },
+            valid=None if valid is None else Laned(valid, layout.valid_flags),
+            treedef=treedef,
+            single=not layout.events,
+            key=key,
+            site=Site("an unknown line"),
+        )
+
+    def _set_series(self, series: Series, outer: int = 0) -> None:
+        key = series.key
+        self[key] = jax.tree.unflatten(series.treedef, [x.tree for x in series.values])
+        for name, x in series.steps.items():
+            self.steps.setdefault(name, {})[key] = x.tree
+        if series.valid is not None:
+            self.valid[key] = series.valid.tree
+        self._layouts[key] = Layout(
+            not series.single,
+            tuple(x.flags for x in series.values),
+            tuple(np.ndim(x.tree) - outer for x in series.values),
+            tuple((name, x.flags) for name, x in sorted(series.steps.items())),
+            series.valid.flags if series.valid is not None else (),
+        )
+
+    @classmethod
+    def from_series(cls, all_series: Iterable[Series], reduced: Iterable[str] = ()) -> "logdict":
+        """Collected events as logs: slots in which nothing happened are filled with NaN, 0 or -1.
+
+        A key that may not have happened always has an event axis, unless it was reduced.
+        """
+        logs = cls()
+        for series in all_series:
+            if series.valid is not None:
+                series = _blank(series if series.key in reduced else series.expanded())
+            logs._set_series(series)
+        return logs
+
+    # --- along the event axis ---
+
+    @property
+    def slice(self) -> "_Slicer":
+        """`logs.slice[a:b:c]`: some of the events of each key. Keys of a single event stay as they are."""
+        return _Slicer(self)
+
+    def _map_events(self, key: str, fun: Callable[[Any, int], Any], into: "logdict") -> None:
+        """Apply `fun(array, axis)` to all arrays of a key that have the event axis."""
+        axis = self._outer(key)
+        into[key] = jax.tree.map(lambda x: fun(x, axis), self[key])
+        for name, of in self.steps.items():
+            if key in of:
+                into.steps[name][key] = fun(of[key], axis)
+        if key in self.valid:
+            into.valid[key] = fun(self.valid[key], axis)
+
+    def reduce(self, how: Any) -> "logdict":
+        """Combine the events of each key into one: `"mean"`, `"last"`, ..., or a mapping from key to reduction.
+
+        Slots in which nothing happened do not count. Keys of a single event stay as they are.
+        """
+        if isinstance(how, Mapping) and set(how) - set(self):
+            raise _errors.OptionError(
+                f"`reduce` names {_errors.listing(set(how) - set(self))}; the keys are {_errors.listing(self)}."
+            )
+        new = self.copy()
+        for key in self:
+            reduction = _reduce.resolve(how, key)
+            layout = self._layout(key)
+            if reduction is None or reduction.name == "append" or not layout.events:
+                continue
+            axis, series = self._outer(key), self._to_series(key)
+            happened = None
+            if series.valid is not None:
+                happened = series.valid.tree.any(axis)
+            reduced = [_reduce.over_events(reduction, x, series.valid, axis) for x in series.values]
+            new[key] = reduced[0] if reduction.name == "count" else jax.tree.unflatten(series.treedef, reduced)
+            for name, x in series.steps.items():
+                new.steps[name][key] = _reduce.last_event(x, series.valid, axis)
+            new.valid.pop(key, None)
+            if happened is not None and not _all_true(happened):
+                new.valid[key] = happened
+            leaves = jax.tree.leaves(new[key])
+            flags = (layout.flags[:1] if reduction.name == "count" else layout.flags)
+            new._layouts[key] = layout._replace(
+                events=False, flags=flags, ndims=tuple(np.ndim(x) - axis for x in leaves)
+            )
+        return new
+
+    def compact(self) -> "logdict":
+        """Without the slots in which nothing happened. Needs concrete arrays; does nothing if nothing is ragged.
+
+        With lanes, a slot stays if it happened in any lane, and `valid` says in which.
+        """
+        for key, dropped in self.dropped.items():
+            if np.any(np.asarray(dropped) > 0):
+                warnings.warn(
+                    f"{key!r} had more events than its capacity: {int(np.max(np.asarray(dropped)))} were dropped. "
+                    "Raise `capacity`, or use `reduce` or `tap`.",
+                    _errors.LoxWarning,
+                    stacklevel=2,
+                )
+        return self.without_empty_slots()
+
+    def without_empty_slots(self) -> "logdict":
+        """`compact`, but for its warning."""
+        new = self.copy()
+        for key in list(self.valid):
+            valid = np.asarray(self.valid[key])
+            layout = self._layout(key)
+            if layout.events:
+                axis = self._outer(key)
+                keep = np.flatnonzero(valid.any(tuple(i for i in range(valid.ndim) if i != axis)))
+                if len(keep) < valid.shape[axis]:
+                    self._map_events(key, lambda x, axis, keep=keep: x.take(keep, axis), new)
+                    valid = valid.take(keep, axis)
+            if valid.all():
+                del new.valid[key]
+        return new
+
+    def lane(self, index: int) -> "logdict":
+        """The logs of one lane, compacted, whether the `vmap` was inside `spool` or outside."""
+        new = self.copy()
+        found = False
+        for key in self:
+            outer, layout = self._outer(key), self._layout(key)
+            levels = [f[0] for f in (*layout.flags, layout.valid_flags, *[f for _, f in layout.step_flags]) if f and f[0]]
+            found = found or outer > 0 or bool(levels)
+
+            def pick(x: Any, flags: Flags, outer: int = outer, events: bool = layout.events) -> Any:
+                if outer:
+                    return x[index]
+                return x[(slice(None),) * events + (index,)] if any(flags[:1]) else x
+
+            leaves, treedef = jax.tree.flatten(self[key])
+            new[key] = jax.tree.unflatten(treedef, map(pick, leaves, layout.flags))
+            for name, flags in layout.step_flags:
+                new.steps[name][key] = pick(self.steps[name][key], flags)
+            if key in self.valid:
+                new.valid[key] = pick(self.valid[key], layout.valid_flags)
+            if key in self.dropped:
+                new.dropped[key] = self.dropped[key][index] if np.ndim(self.dropped[key]) else self.dropped[key]
+            if not outer:
+                drop = lambda f: f[1:]  # noqa: E731
+                new._layouts[key] = Layout(
+                    layout.events,
+                    tuple(map(drop, layout.flags)),
+                    tuple(n - any(f[:1]) for n, f in zip(layout.ndims, layout.flags, strict=True)),
+                    tuple((name, drop(f)) for name, f in layout.step_flags),
+                    drop(layout.valid_flags),
+                )
+        if not found:
+            raise _errors.LoxError("these logs have no lanes: nothing was logged under `vmap`.")
+        return new.compact()
+
+
+class _Slicer:
+    def __init__(self, logs: logdict):
+        self._logs = logs
+
+    def __getitem__(self, index: Any) -> logdict:
+        if not isinstance(index, slice):
+            raise _errors.LogTypeError(f"`logs.slice` takes a slice such as [a:b:c], not {index!r}.")
+        new = self._logs.copy()
+        for key in self._logs:
+            if self._logs._layout(key).events:
+                self._logs._map_events(key, lambda x, axis: x[(slice(None),) * axis + (index,)], new)
+        return new
+
+
+def _all_true(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer) and bool(np.asarray(x).all())
+
+
+def _blank(series: Series) -> Series:
+    """Slots in which nothing happened get the missing value: what stands there was computed for another lane."""
+    assert series.valid is not None
+    valid, flags, lead = series.valid, series.valid.flags, series.lead
+
+    def blanked(x: Laned, missing: Callable[[Any], Any]) -> Laned:
+        if jax.dtypes.issubdtype(x.tree.dtype, jax.dtypes.prng_key):
+            return x
+        have = x.flags or (False,) * len(flags)
+        # A value that is the same in all lanes is missing only where no lane has it.
+        same = tuple(lead + sum(map(bool, flags[:i])) for i, f in enumerate(flags) if f and not have[i])
+        mask = Laned(valid.tree.any(same), tuple(f and g for f, g in zip(flags, have, strict=True))) if same else valid
+        mask = _lanes.expand_to(mask, have, x.tree.ndim, lead)
+        return Laned(_arrays.numpy_for(x.tree).where(mask, x.tree, missing(x.tree.dtype)), x.flags)
+
+    return Series(
+        [blanked(x, _arrays.missing_value) for x in series.values],
+        {name: blanked(x, _arrays.missing_step) for name, x in series.steps.items()},
+        valid,
+        series.treedef,
+        series.single,
+        series.key,
+        series.site,
+    )

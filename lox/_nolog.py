@@ -1,0 +1,89 @@
+"""`lox.nolog` and `lox.keep`: programs without some of their logs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lox import _call, _engine
+from lox._engine import Run
+from lox._event import Event
+from lox._primitive import bind
+from lox._select import Selection
+
+
+@dataclasses.dataclass(frozen=True)
+class Remove(_engine.Drop):
+    """Removes the selected logs, or those not selected, and leaves the others as they are."""
+
+    selection: Selection
+    inverted: bool
+
+    def event(self, run: Run, event: Event) -> None:
+        """Bind again what stays."""
+        # A log marked `explicit` is still removed by a plain `nolog`: it is asked for, just not by name.
+        chosen = set(self.selection.keys(event.replace(explicit=False)))
+        staying = [k for k in event.values if (k in chosen) == self.inverted]
+        if staying:
+            bind(event.only(staying))
+
+
+def _removing(fun: Callable[..., Any], handler: Remove) -> Callable[..., Any]:
+    def remove(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return _engine.run_function(handler, fun, args, kwargs)[0]
+
+    @functools.wraps(fun)
+    def removed(*args: Any, **kwargs: Any) -> Any:
+        return _call.call(fun, handler, remove, args, kwargs)
+
+    return removed
+
+
+def nolog(
+    fun: Callable[..., Any],
+    argnames: str | Iterable[str] | None = None,
+    tags: str | Iterable[str] | None = None,
+) -> Callable[..., Any]:
+    """Remove logs from a function, at no cost: it compiles to the same program as without its log lines.
+
+    >>> import lox
+    >>> def f(x):
+    ...     lox.log({"x": x})
+    ...     return x + 1
+    >>> lox.nolog(f)(1)
+    2
+
+    Args:
+        fun: Any function of JAX arrays, jitted or not.
+        argnames: Remove these keys only; globs such as `"debug/*"` are allowed.
+        tags: Remove logs with one of these tags only.
+
+    Returns:
+        A function with the signature and result of `fun`.
+    """
+    return _removing(fun, Remove(Selection.of(argnames, tags), inverted=False))
+
+
+def keep(
+    fun: Callable[..., Any],
+    argnames: str | Iterable[str] | None = None,
+    tags: str | Iterable[str] | None = None,
+) -> Callable[..., Any]:
+    """Remove all logs but the selected ones: the complement of `nolog`.
+
+    >>> import lox
+    >>> def f(x):
+    ...     lox.log({"x": x, "y": 2 * x})
+    ...     return x
+    >>> print(lox.spool(lox.keep(f, "y"))(1)[1])
+    {'y': 2}
+
+    Args:
+        fun: Any function of JAX arrays, jitted or not.
+        argnames: Keep these keys; globs such as `"train/*"` are allowed.
+        tags: Keep logs with one of these tags.
+
+    Returns:
+        A function with the signature and result of `fun`.
+    """
+    return _removing(fun, Remove(Selection.of(argnames, tags), inverted=True))

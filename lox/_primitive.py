@@ -1,0 +1,188 @@
+"""`lox.log` and the primitive behind it.
+
+`log_p` takes the values, steps, weight and mask of one event and returns nothing: it exists for its effect. What the
+effect is, the transformation around decides; with none around, lowering sends the event to the default sink.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir
+
+from lox import _compat, _emit, _errors, _reduce, _sink
+from lox._event import Event, Meta
+from lox._lanes import Laned
+from lox._logdict import logdict
+
+log_p = _compat.Primitive("lox_log")
+log_p.multiple_results = True
+
+
+def bind(event: Event) -> None:
+    """Execute an event in the current trace."""
+    operands, meta = event.to_operands()
+    log_p.bind(*operands, meta=meta)
+
+
+@log_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, meta: Meta) -> Any:
+    del avals, meta
+    return [], {_compat.log_effect}
+
+
+@log_p.def_impl
+def _impl(*operands: Any, meta: Meta) -> list[Any]:
+    if not (meta.seen or meta.explicit):
+        _emit.emit(_sink.deliver, Event.from_operands(meta, operands))
+    return []
+
+
+def _lower(*operands: Any, meta: Meta) -> list[Any]:
+    if not (meta.seen or meta.explicit or _sink.is_compiled_out()):
+        _emit.emit(_sink.deliver, Event.from_operands(meta, operands))
+    return []
+
+
+mlir.register_lowering(log_p, mlir.lower_fun(_lower, multiple_results=True))
+
+
+def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:
+    del axis_data
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    flags = tuple((d is not None, *f) for d, f in zip(dims, meta.flags, strict=True))
+    log_p.bind(*moved, meta=dataclasses.replace(meta, flags=flags))
+    return [], []
+
+
+# The fancy table, because its rules are called even when no operand is batched: such an event still counts the lane.
+batching.fancy_primitive_batchers[log_p] = _batch
+
+
+def _jvp(primals: Any, tangents: Any, *, meta: Meta) -> Any:
+    del tangents  # the event reports the primal value
+    return log_p.bind(*primals, meta=meta), []
+
+
+ad.primitive_jvps[log_p] = _jvp
+ad.primitive_transposes[log_p] = lambda cts, *args, meta: [None] * len(args)
+_compat.keep_in_loop(log_p)
+_compat.run_in_forward_pass(log_p)
+
+
+def log(
+    data: Mapping[str, Any],
+    *,
+    tags: str | Iterable[str] = (),
+    reduce: Any = None,
+    prefix: str = "",
+    where: Any = None,
+    weight: Any = None,
+    explicit: bool = False,
+    **steps: Any,
+) -> logdict:
+    """Log values from anywhere in a JAX program.
+
+    With no transformation around, the event is printed: `{'x': 3}`. `lox.spool` returns it beside the function's
+    result, `lox.tap` hands it to a callback, `lox.nolog` removes it.
+
+    >>> import jax, lox
+    >>> @jax.jit
+    ... def f(x):
+    ...     lox.log({"x": x}, step=0)
+    ...     return x * x
+    >>> y, logs = lox.spool(f)(3)
+    >>> print(logs, logs.step)
+    {'x': 3} {'x': 0}
+
+    Args:
+        data: Names and values. A value is an array, a number or a pytree of them.
+        tags: Labels by which `spool`, `tap`, `nolog` and `keep` can select.
+        reduce: How `spool` shall combine the events of these keys: the name of a reduction, a `lox.Reduction`, or a
+            mapping from key to either.
+        prefix: Put in front of every key.
+        where: A boolean; the event counts only where it is true.
+        weight: The event's weight in weighted means.
+        explicit: Appear only when asked for by name or tag.
+        **steps: Where in the run the event belongs, such as `step=i`: numbers, read back as `logs.step`.
+
+    Returns:
+        The event as a `logdict`.
+
+    Raises:
+        LogTypeError: A key is not a string, or a value holds no array; the message names the key. It is a TypeError.
+    """
+    if not isinstance(data, Mapping):
+        raise _errors.LogTypeError(f"`lox.log` takes a mapping from names to values, not {type(data).__name__}.")
+    values, treedefs, reductions = {}, {}, {}
+    for key, value in data.items():
+        if not isinstance(key, str):
+            raise _errors.LogTypeError(f"`lox.log` got the key {key!r}: keys are strings, not {type(key).__name__}.")
+        leaves, treedef = jax.tree.flatten(value)
+        if not leaves:
+            raise _errors.LogTypeError(f"`lox.log` cannot log {key!r}: {value!r} holds no array.")
+        values[prefix + key] = [Laned(_as_array(leaf, f"the value of {key!r}")) for leaf in leaves]
+        treedefs[prefix + key] = treedef
+        reductions[prefix + key] = _reduce.resolve(reduce, key)
+    if isinstance(reduce, Mapping) and set(reduce) - set(data):
+        raise _errors.OptionError(
+            f"`reduce` names {_errors.listing(set(reduce) - set(data))}, but `lox.log` was given {_errors.listing(data)}."
+        )
+    event = Event(
+        values=values,
+        treedefs=treedefs,
+        reductions=reductions,
+        steps={name: Laned(_as_scalar(x, f"step {name!r}")) for name, x in steps.items()},
+        weight=None if weight is None else Laned(_as_scalar(weight, "`weight`")),
+        mask=None if where is None else Laned(_as_scalar(where, "`where`", bool)),
+        tags=frozenset([tags] if isinstance(tags, str) else tags),
+        explicit=explicit,
+        seen=False,
+        site=_call_site(),
+    )
+    if values:
+        bind(event)
+    return event.as_logdict()
+
+
+def _as_array(x: Any, what: str) -> Any:
+    if isinstance(x, jax.Array):
+        return x
+    if isinstance(x, str | bytes) or x is None:
+        raise _errors.LogTypeError(f"`lox.log` cannot log {what}: {x!r} is no array but {type(x).__name__}.")
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _errors.LogTypeError(
+            f"`lox.log` cannot log {what}: {type(x).__name__} cannot be made an array ({error})."
+        ) from error
+
+
+def _as_scalar(x: Any, what: str, dtype: Any = None) -> Any:
+    array = _as_array(x, what)
+    if array.shape:
+        raise _errors.LogTypeError(
+            f"`lox.log` got {what} with shape {array.shape}: it must be a single number per event. "
+            "Log an array under a key of its own."
+        )
+    if dtype is not None and array.dtype != dtype:
+        array = array.astype(dtype)
+    if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == bool):
+        raise _errors.LogTypeError(f"`lox.log` got {what} of type {array.dtype}: it must be a number.")
+    return array
+
+
+_NOT_USER_CODE = tuple(os.path.dirname(m.__file__ or "") + os.sep for m in (sys.modules["lox"], jax))
+
+
+def _call_site() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_qualname.replace('.<locals>', '')})"

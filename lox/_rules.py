@@ -1,0 +1,414 @@
+"""One rule for every primitive that can contain logs.
+
+A rule rebuilds the primitive such that its logs reach the run. `RULES` is keyed by name: a primitive that is not in it
+and contains logs is an error, since guessing at what its jaxpr means would be silently wrong (the jaxpr of `reduce`
+looks just like that of a call).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from lox import _compat
+from lox._engine import (
+    Grown,
+    Handler,
+    RuleTrace,
+    Run,
+    Transformed,
+    interpret,
+    logged_keys,
+    run_function,
+    transformed,
+    types_of,
+)
+from lox._lanes import Laned, map_laned
+
+
+def _jit(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    def attempt(state: Any) -> list[Any]:
+        entry = transformed(run, params["jaxpr"], state)
+        leaves = jax.tree.leaves(state)
+        widened = _compat.widen_jit(params, entry.jaxpr, len(leaves), entry.extra)
+        outs, state, piece = entry.unpack(primitive.bind(*leaves, *args, **widened))
+        run.absorb(state, piece, entry.keys)
+        return outs
+
+    return run.settle(attempt)
+
+
+def _remat(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    def attempt(state: Any) -> list[Any]:
+        entry = transformed(run, params["jaxpr"], state)
+        jaxpr, consts = _compat.without_consts(entry.jaxpr)
+        leaves = jax.tree.leaves(state)
+        widened = _compat.widen_remat(params, jaxpr, len(consts) + len(leaves))
+        outs, state, piece = entry.unpack(primitive.bind(*consts, *leaves, *args, **widened))
+        run.absorb(state, piece, entry.keys)
+        return outs
+
+    return run.settle(attempt)
+
+
+def _inline(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    (jaxpr,) = _compat.sub_jaxprs(params)
+    return interpret(run, jaxpr, args)
+
+
+# --- loops ---------------------------------------------------------------------------------------
+
+
+def _scan(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    n_consts, n_carry = _compat.scan_split(params)
+    consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    options, jaxpr = _compat.scan_options(params), params["jaxpr"]
+    if run.handler.in_place:
+        return primitive.bind(*args, **dict(params, jaxpr=transformed(run, jaxpr, run.state).jaxpr))
+
+    def attempt(state: Any) -> list[Any]:
+        keys: dict[str, bool] = {}
+
+        def body(carry: Any, x: Any) -> Any:
+            state, c = carry
+            inner = run.block(state)
+            outs = interpret(inner, jaxpr, [*consts, *c, *x])
+            run.require_type(inner, state)
+            keys.update(inner.keys)
+            return (inner.state, outs[:n_carry]), (outs[n_carry:], inner.piece())
+
+        (state, carry), (ys, piece) = lax.scan(body, (state, init), xs, **options)
+        if not options["length"]:
+            keys = dict.fromkeys(keys, False)
+        run.absorb(state, run.handler.unroll(piece, options["reverse"]), keys)
+        return [*carry, *ys]
+
+    return run.settle(attempt)
+
+
+def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
+    cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
+    if run.handler.in_place:
+        stripped = {k: transformed(run, params[k], run.state).jaxpr for k in ("cond_jaxpr", "body_jaxpr")}
+        return primitive.bind(*args, **dict(params, **stripped))
+    evaluate = _compat.jaxpr_as_fun(cond_jaxpr)
+    cond_logs = _compat.has_logs(cond_jaxpr)
+
+    def attempt(state: Any) -> list[Any]:
+        keys: dict[str, bool] = {}
+
+        def test(state: Any, c: Any, certain: bool = False) -> tuple[Any, Any]:
+            """The condition, evaluated where its events belong: before the first and after every iteration."""
+            if not cond_logs:
+                return state, evaluate(*cond_consts, *c)[0]
+            inner = run.block(state, unbounded=True)
+            (pred,) = interpret(inner, cond_jaxpr, [*cond_consts, *c])
+            run.require_type(inner, state)
+            keys.update({k: keys.get(k, False) or (certain and v) for k, v in inner.keys.items()})
+            return inner.state, pred
+
+        def body(carry: Any) -> Any:
+            state, c, *_ = carry
+            inner = run.block(state, unbounded=True)
+            c = interpret(inner, body_jaxpr, [*body_consts, *c])
+            run.require_type(inner, state)
+            keys.update({k: keys.get(k, False) for k in inner.keys})
+            if not cond_logs:
+                return inner.state, c
+            state, pred = test(inner.state, c)
+            return state, c, pred
+
+        if cond_logs:
+            state, pred = test(state, init, certain=True)
+            state, carry, _ = lax.while_loop(lambda s: s[2], body, (state, init, pred))
+        else:
+            state, carry = lax.while_loop(lambda s: test(*s)[1], body, (state, init))
+        run.absorb(state, (), keys)
+        return carry
+
+    return run.settle(attempt)
+
+
+# --- branches ------------------------------------------------------------------------------------
+
+
+def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    index, *operands = args
+
+    def attempt(state: Any) -> list[Any]:
+        entries = [transformed(run, branch, state) for branch in params["branches"]]
+        leaves, types = jax.tree.leaves(state), types_of([*jax.tree.leaves(state), *operands])
+        jaxprs, first = [e.jaxpr for e in entries], entries[0]
+        treedef = jax.tree.structure(first.piece)
+        unify = run.handler.unify([e.piece for e in entries])
+        if unify is not None:
+            box: list[Any] = []
+
+            def padded(entry: Transformed, fit: Any) -> Callable[..., list[Any]]:
+                def branch(*xs: Any) -> list[Any]:
+                    outs, state, piece = entry.unpack(_compat.jaxpr_as_fun(entry.jaxpr)(*xs))
+                    flat, tree = jax.tree.flatten(fit(piece))
+                    box.append(tree)
+                    return [*outs, *jax.tree.leaves(state), *flat]
+
+                return branch
+
+            jaxprs = [
+                _compat.make_jaxpr(padded(e, fit), types) for e, fit in zip(entries, unify, strict=True)
+            ]
+            treedef = box[0]
+        jaxprs = _compat.with_common_types(jaxprs, types)
+        flat = primitive.bind(index, *leaves, *operands, **dict(params, branches=tuple(jaxprs)))
+        n_state = len(jax.tree.leaves(first.struct))
+        outs, state, piece = flat[: first.outs], flat[first.outs : first.outs + n_state], flat[first.outs + n_state :]
+        keys = {k: all(e.keys.get(k, False) for e in entries) for e in entries for k in e.keys}
+        run.absorb(
+            jax.tree.unflatten(jax.tree.structure(first.struct), state), jax.tree.unflatten(treedef, piece), keys
+        )
+        return list(outs)
+
+    return run.settle(attempt)
+
+
+# --- functions with derivative rules of their own ------------------------------------------------
+
+
+def custom_call(run: Run, jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
+    """The rule for custom_jvp and custom_vjp, which needs the whole equation."""
+
+    call_jaxpr = eqn.params["call_jaxpr"]
+    if not _compat.has_logs(call_jaxpr):
+        with _compat.take_current_trace() as parent:
+            around = functools.partial(silenced, run.handler)
+            with _compat.set_current_trace(RuleTrace(parent, around)):
+                return _compat.eval_equation(jaxpr, eqn, args)
+
+    def original(*xs: Any) -> list[Any]:
+        return _compat.eval_equation(jaxpr, eqn, list(xs))
+
+    wrap = _with_jvp_of if eqn.primitive.name == "custom_jvp_call" else _with_vjp_of
+    return _with_rule_of(run, original, call_jaxpr, args, wrap)
+
+
+def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
+    """Call a derivative rule: the events of a function are those of its primal."""
+    return run_function(handler.for_rules(), fun, args, {})[0]
+
+
+def _with_rule_of(run: Run, original: Any, jaxpr: Any, args: list[Any], wrap: Any) -> list[Any]:
+    """Run `jaxpr` for values and logs, such that it is differentiated like `original`.
+
+    Only the keys that are logged inside take part: the rule knows nothing of logs, so what passes through is constant
+    to differentiation.
+    """
+
+    def attempt(state: Any) -> list[Any]:
+        inside, rejoin = run.handler.split_state(state, logged_keys(jaxpr))
+        try:
+            entry = transformed(run, jaxpr, inside)
+        except Grown as grown:
+            raise Grown(run, types_of(rejoin(grown.struct))) from None
+        leaves = jax.tree.leaves(inside)
+        fun = wrap(run.handler, _compat.jaxpr_as_fun(entry.jaxpr), original, entry.outs, len(leaves))
+        outs, inside, piece = entry.unpack(fun(*leaves, *args))
+        run.absorb(rejoin(inside), piece, entry.keys)
+        return outs
+
+    return run.settle(attempt)
+
+
+def _with_vjp_of(handler: Handler, fun: Any, original: Any, n_outs: int, n_state: int) -> Any:
+    @jax.custom_vjp
+    def call(*args: Any) -> Any:
+        return fun(*args)
+
+    def forward(*args: Any) -> Any:
+        outs, pullback = silenced(handler, lambda *xs: jax.vjp(original, *xs), *args[n_state:])
+        extra = fun(*map(lax.stop_gradient, args))[n_outs:]
+        return [*outs, *extra], (pullback, args[:n_state])
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        pullback, state = residuals
+        grads = silenced(handler, lambda pull, cts: pull(cts), pullback, list(cotangents[:n_outs]))
+        return (*map(_no_tangent, state), *grads)
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _with_jvp_of(handler: Handler, fun: Any, original: Any, n_outs: int, n_state: int) -> Any:
+    @jax.custom_jvp
+    def call(*args: Any) -> Any:
+        return fun(*args)
+
+    @call.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        differentiate = lambda p, t: jax.jvp(original, p, t)  # noqa: E731
+        outs, tangents_out = silenced(handler, differentiate, primals[n_state:], tangents[n_state:])
+        extra = fun(*map(lax.stop_gradient, primals))[n_outs:]
+        return [*outs, *extra], [*tangents_out, *map(_no_tangent, extra)]
+
+    return call
+
+
+def _no_tangent(x: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _linear_solve(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    lengths, jaxprs = params["const_lengths"], params["jaxprs"]
+    start = lengths.matvec + lengths.vecmat
+    consts, b = args[start : start + lengths.solve], args[sum(lengths) :]
+    n_rest = len(args) - len(consts) - len(b)
+
+    # The solver's own constants and right-hand side are what its jaxpr takes; the rest only serves differentiation.
+    rest = [*args[:start], *args[start + lengths.solve : sum(lengths)]]
+
+    def original(*xs: Any) -> list[Any]:
+        others, consts, b = xs[:n_rest], xs[n_rest : n_rest + lengths.solve], xs[n_rest + lengths.solve :]
+        return primitive.bind(*others[:start], *consts, *others[start:], *b, **params)
+
+    solve = _compat.make_jaxpr(
+        lambda *xs: _compat.jaxpr_as_fun(jaxprs.solve)(*xs[n_rest:]), types_of([*rest, *consts, *b])
+    )
+    return _with_rule_of(run, original, solve, [*rest, *consts, *b], _with_jvp_of)
+
+
+def _high(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """Primitives of JAX's newer kind: custom_root from 0.11.2; remat and custom derivatives behind flags on 0.12."""
+    prim = params["_prim"]
+    if type(prim).__name__ == "RematTraced":
+
+        def attempt(state: Any) -> list[Any]:
+            entry = transformed(run, prim.jaxpr, state)
+            jaxpr, consts = _compat.without_consts(entry.jaxpr)
+            leaves = jax.tree.leaves(state)
+            widened = _compat.widen_high_remat(prim, jaxpr, len(consts) + len(leaves))
+            outs, state, piece = entry.unpack(widened(*consts, *leaves, *args))
+            run.absorb(state, piece, entry.keys)
+            return outs
+
+        return run.settle(attempt)
+
+    def expand(*xs: Any) -> list[Any]:
+        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, xs)))
+
+    def original(*xs: Any) -> list[Any]:
+        return primitive.bind(*xs, **params)
+
+    jaxpr = _compat.make_jaxpr(expand, types_of(args))
+    wrap = _with_jvp_of if type(prim).__name__ == "CustomJVPTraced" else _with_vjp_of
+    return _with_rule_of(run, original, jaxpr, args, wrap)
+
+
+# --- several devices -----------------------------------------------------------------------------
+
+
+def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """What varies over devices leaves with a device axis, as the outermost lane; what does not leaves as it is."""
+    jaxpr, mesh, check = params["jaxpr"], params["mesh"], params["check_vma"]
+    manual = _compat.manual_axes(params)
+    sharded = functools.partial(
+        jax.shard_map, mesh=mesh, axis_names=manual, check_vma=check
+    )
+
+    def varying(laned: Laned) -> tuple[str, ...]:
+        if run.handler.replicated_state:
+            return ()
+        axes = [_compat.varying_axes(_compat.aval_of(x)) if check else manual for x in jax.tree.leaves(laned.tree)]
+        return tuple(a for a in mesh.axis_names if a in frozenset().union(*axes))
+
+    def leave(laned: Laned, lead: int) -> Laned:
+        names = varying(laned)
+        tree = jax.tree.map(lambda x: jnp.expand_dims(x, lead), laned.tree) if names else laned.tree
+        return Laned(tree, (names, *laned.flags))
+
+    def enter(laned: Laned, lead: int) -> Laned:
+        names, *flags = laned.flags
+        tree = jax.tree.map(lambda x: jnp.squeeze(x, lead), laned.tree) if names else laned.tree
+        return Laned(tree, tuple(flags))
+
+    def spec(laned: Laned, lead: int) -> Laned:
+        names = laned.flags[0]
+        return laned.map(lambda _: PartitionSpec(*[None] * lead, names) if names else PartitionSpec())
+
+    def outside(laned: Laned, lead: int) -> Laned:
+        """The type that a value has once it is outside."""
+        names, size = varying(laned), int(np.prod([mesh.shape[n] for n in varying(laned)]))
+
+        def aval(a: Any) -> Any:
+            shape = (*a.shape[:lead], size, *a.shape[lead:]) if names else a.shape
+            return jax.core.ShapedArray(shape, a.dtype)
+
+        return Laned(jax.tree.map(aval, laned.tree), (names, *laned.flags))
+
+    def attempt(state: Any) -> list[Any]:
+        inside, rejoin = run.handler.split_state(state, logged_keys(jaxpr))
+        inside = map_laned(_with_device_flag, inside)
+        box: dict[str, Any] = {}
+
+        def body(given: Any, *xs: Any) -> Any:
+            given = map_laned(enter, given)
+            inner = run.block(given)
+            outs = interpret(inner, jaxpr, xs)
+            try:
+                run.require_type(inner, given)
+            except Grown as grown:
+                raise Grown(run, rejoin(map_laned(outside, grown.struct))) from None
+            left = map_laned(leave, (inner.state, inner.piece()))
+            box.update(keys=inner.keys, specs=map_laned(spec, left))
+            return outs, left
+
+        in_specs = (map_laned(spec, inside), *params["in_specs"])
+        outs_specs = list(params["out_specs"])
+        # Which results vary is known only once the body has been traced.
+        probe = sharded(lambda *xs: body(*xs)[0], in_specs=in_specs, out_specs=outs_specs)
+        jax.eval_shape(probe, inside, *args)
+        outs, (inside, piece) = sharded(body, in_specs=in_specs, out_specs=(outs_specs, box["specs"]))(inside, *args)
+        run.absorb(rejoin(inside), piece, box["keys"])
+        return outs
+
+    return run.settle(attempt)
+
+
+def _with_device_flag(laned: Laned, lead: int) -> Laned:
+    del lead
+    if laned.flags and isinstance(laned.flags[0], tuple):
+        return laned
+    return Laned(laned.tree, ((), *laned.flags))
+
+
+RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_linear_solve": _linear_solve,
+    "call_hi_primitive": _high,
+    "shard_map": _shard_map,
+    **dict.fromkeys(
+        [
+            "closed_call",
+            "core_call",
+            "eval_jaxpr",
+            "custom_vmap_call",
+            "xla_metadata_call",
+            "scheduling_group",
+            "custom_partitioning",
+            "compute_on",
+        ],
+        _inline,
+    ),
+}

@@ -1,0 +1,44 @@
+"""Which logs a transformation is about."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable
+from typing import Any
+
+from lox import _errors
+from lox._event import Event
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """By name and by tag; both must hold. None is no restriction, an empty list selects nothing."""
+
+    argnames: tuple[str, ...] | None = None
+    tags: frozenset[str] | None = None
+
+    @classmethod
+    def of(cls, argnames: str | Iterable[str] | None, tags: str | Iterable[str] | None) -> "Selection":
+        """From what users write: a bare string is one name."""
+        names = _strings("argnames", argnames)
+        labels = _strings("tags", tags)
+        return cls(names, None if labels is None else frozenset(labels))
+
+    def keys(self, event: Event) -> list[str]:
+        """The selected keys of an event."""
+        if self.tags is not None and not self.tags & event.tags:
+            return []
+        if event.explicit and self.argnames is None and self.tags is None:
+            return []
+        if self.argnames is None:
+            return list(event.values)
+        return [k for k in event.values if any(fnmatch.fnmatchcase(k, p) for p in self.argnames)]
+
+
+def _strings(option: str, given: Any) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    found = (given,) if isinstance(given, str) else tuple(given)
+    for item in found:
+        if not isinstance(item, str):
+            raise _errors.LogTypeError(f"`{option}` takes names, not {item!r}.")
+    return found

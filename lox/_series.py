@@ -1,0 +1,247 @@
+"""The events of one key, collected.
+
+A `Series` is what a block of a program (a function body, a loop, a branch) contributes to one key. Blocks compose: one
+after another (`concatenate`), repeated by a loop (`unroll`), or as alternatives (`common_shape` and `conform`).
+
+A single event has no event axis until something makes it one of several: the ordinary `log` outside loops then costs
+neither an axis nor a copy. All functions take NumPy arrays too, and then never touch JAX: callbacks need that.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lox import _errors, _lanes
+from lox._arrays import missing_step, numpy_for, promote, zeros
+from lox._lanes import Laned, Lanes
+
+
+class Site(str):
+    """A source line, for messages: never a reason for two structures to differ."""
+
+    __slots__ = ()
+    __eq__ = lambda self, other: isinstance(other, Site)  # noqa: E731
+    __hash__ = lambda self: 0  # noqa: E731
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Series:
+    """Events of one key: arrays `(event, *lanes, *item)`, or `(*lanes, *item)` if `single`.
+
+    `valid`, `(event, *lanes)`, says which events really happened; None means all.
+    """
+
+    values: list[Laned]
+    steps: dict[str, Laned]
+    valid: Laned | None
+    treedef: Any
+    single: bool
+    key: str
+    site: Site
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """Arrays are children; the rest is structure."""
+        return (self.values, self.steps, self.valid), (self.treedef, self.single, self.key, self.site)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Series":
+        """The inverse of `tree_flatten`."""
+        return cls(*children, *aux)
+
+    @property
+    def lead(self) -> int:
+        """How many axes there are before the lanes."""
+        return 0 if self.single else 1
+
+    def count(self, axis: int = 0) -> int:
+        """How many slots the event axis has."""
+        if self.single:
+            return 1
+        return (self.valid.tree if self.valid is not None else self.values[0].tree).shape[axis]
+
+    def expanded(self, axis: int = 0) -> "Series":
+        """With an event axis."""
+        if not self.single:
+            return self
+        return dataclasses.replace(jax.tree.map(lambda x: numpy_for(x).expand_dims(x, axis), self), single=False)
+
+
+def _fits(first: Series, other: Series, lead: int) -> None:
+    if first.treedef != other.treedef:
+        raise _errors.mismatch(first.key, "structure", _tree(first), str(first.site), _tree(other), str(other.site))
+    for a, b in zip(first.values, other.values, strict=True):
+        a_shape, b_shape = a.item_shape(lead), b.item_shape(lead)
+        lanes = _lanes.union(_lanes.lanes_of(a, lead), _lanes.lanes_of(b, lead))
+        if a_shape != b_shape or lanes is None:
+            shapes = (a_shape, b_shape) if a_shape != b_shape else (a.tree.shape[lead:], b.tree.shape[lead:])
+            raise _errors.mismatch(
+                first.key, "shape", f"shape {shapes[0]}", str(first.site), f"shape {shapes[1]}", str(other.site)
+            )
+
+
+def _tree(series: Series) -> str:
+    return str(series.treedef).removeprefix("PyTreeDef(").removesuffix(")")
+
+
+def _wide(parts: list[Laned], lead: int, key: str) -> tuple[list[Laned], Any]:
+    """All parts with the same lanes and dtype; arrays may be of type ShapeDtypeStruct only if they already agree."""
+    lanes = _lanes.union(*[_lanes.lanes_of(p, lead) for p in parts])
+    if lanes is None:
+        raise _errors.MismatchError(f"the steps of {key!r} were logged under different vmaps.")
+    dtype = promote(*[p.tree.dtype for p in parts])
+    return [_cast(_lanes.widen(p, lanes, lead), dtype) for p in parts], lanes
+
+
+def _cast(x: Laned, dtype: Any) -> Laned:
+    return x if x.tree.dtype == dtype else Laned(x.tree.astype(dtype), x.flags)
+
+
+def concatenate(parts: list[Series], axis: int = 0) -> Series:
+    """Events of one block after those of another. `axis` is where the event axis is."""
+    if len(parts) == 1:
+        return parts[0]
+    lead = axis + 1
+    parts = [p.expanded(axis) for p in parts]
+    for other in parts[1:]:
+        _fits(parts[0], other, lead)
+    xp = numpy_for([p.values for p in parts])
+
+    def join(pieces: list[Laned]) -> Laned:
+        pieces, lanes = _wide(pieces, lead, parts[0].key)
+        return Laned(xp.concatenate([p.tree for p in pieces], axis), lanes.flags)
+
+    steps: dict[str, Laned] = {}
+    for name in dict.fromkeys(n for p in parts for n in p.steps):
+        present = [p.steps[name] for p in parts if name in p.steps]
+        dtype = promote(*[x.tree.dtype for x in present])
+        outer = present[0].tree.shape[:axis]
+        steps[name] = join(
+            [p.steps[name] if name in p.steps else _no_step(xp, (*outer, p.count(axis)), dtype) for p in parts]
+        )
+    valid = None
+    if any(p.valid is not None for p in parts):
+        outer = next(p.valid for p in parts if p.valid is not None).tree.shape[:axis]
+        valid = join([p.valid or Laned(xp.ones((*outer, p.count(axis)), bool)) for p in parts])
+    values = [join(list(pieces)) for pieces in zip(*[p.values for p in parts], strict=True)]
+    return dataclasses.replace(parts[0], values=values, steps=steps, valid=valid)
+
+
+def _no_step(xp: Any, shape: tuple[int, ...], dtype: Any) -> Laned:
+    return Laned(xp.full(shape, missing_step(dtype), dtype))
+
+
+def unroll(series: Series, reverse: bool) -> Series:
+    """The series of a whole loop, from that of its body with one more leading axis."""
+
+    def flat(x: Any) -> Any:
+        if reverse:
+            x = jnp.flip(x, 0)
+        return x if series.single else x.reshape((x.shape[0] * x.shape[1], *x.shape[2:]))
+
+    return dataclasses.replace(jax.tree.map(flat, series), single=False)
+
+
+def every(series: Series, interval: int) -> Series:
+    """Events 0, k, 2k, ...; counted in each lane for itself."""
+    if series.valid is None:
+        return series if series.single else jax.tree.map(lambda x: x[::interval], series)
+    series = series.expanded()
+    assert series.valid is not None
+    number = jnp.cumsum(series.valid.tree, 0) - 1
+    valid = Laned(series.valid.tree & (number % interval == 0), series.valid.flags)
+    return dataclasses.replace(series, valid=valid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What the series of alternative branches have in common once they are padded."""
+
+    model: Series  # for keys, structure and messages; its arrays may be abstract
+    count: int
+    single: bool
+    masked: bool
+    values: list[tuple[Any, Lanes, tuple[int, ...]]]  # dtype, lanes, item shape
+    steps: dict[str, tuple[Any, Lanes]]
+    valid: Lanes | None
+
+
+def common_shape(branches: list[Series | None]) -> Shape:
+    """The shape that fits what every branch logs under one key; None is a branch that does not log it."""
+    present = [b for b in branches if b is not None]
+    model = present[0]
+    for other in present[1:]:
+        _fits(_with_lead(model), _with_lead(other), 1)
+    counts = {b.count() for b in present}
+    single = all(b.single for b in present)
+    masked = len(present) < len(branches) or len(counts) > 1 or any(b.valid is not None for b in present)
+
+    def joint(parts: list[tuple[Laned, int]]) -> tuple[Any, Lanes]:
+        lanes = _lanes.union(*[_lanes.lanes_of(x, lead) for x, lead in parts])
+        assert lanes is not None  # checked by _fits
+        return promote(*[x.tree.dtype for x, _ in parts]), lanes
+
+    values = []
+    for pieces in zip(*[[(v, b.lead) for v in b.values] for b in present], strict=True):
+        dtype, lanes = joint(list(pieces))
+        values.append((dtype, lanes, pieces[0][0].item_shape(pieces[0][1])))
+    steps = {
+        name: joint([(b.steps[name], b.lead) for b in present if name in b.steps])
+        for name in dict.fromkeys(n for b in present for n in b.steps)
+    }
+    masks = [(b.valid, b.lead) for b in present if b.valid is not None]
+    valid = joint(masks)[1] if masks else Lanes((), ())
+    return Shape(model, max(counts), single and not masked, masked, values, steps, valid if masked else None)
+
+
+def _with_lead(series: Series) -> Series:
+    if not series.single:
+        return series
+    expand = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)  # noqa: E731
+    return dataclasses.replace(jax.tree.map(expand, series), single=False)
+
+
+def conform(series: Series | None, shape: Shape) -> Series:
+    """A branch's series, padded to the shape that all branches share."""
+    count = series.count() if series is not None else 0
+    lead = () if shape.single else (shape.count,)
+    if series is not None and not shape.single:
+        series = series.expanded()
+
+    def fitted(x: Laned | None, dtype: Any, lanes: Lanes, item: tuple[int, ...], fill: Any) -> Laned:
+        full_lanes = tuple(s for f, s in zip(lanes.flags, lanes.sizes, strict=True) if f)
+        if x is None:
+            return Laned(_full((*lead, *full_lanes, *item), fill, dtype), lanes.flags)
+        x = _cast(_lanes.widen(x, lanes, len(lead)), dtype)
+        if lead and x.tree.shape[0] < shape.count:
+            rest = _full((shape.count - x.tree.shape[0], *x.tree.shape[1:]), fill, dtype)
+            x = Laned(jnp.concatenate([x.tree, rest]), x.flags)
+        return x
+
+    values = [
+        fitted(series.values[i] if series is not None else None, dtype, lanes, item, None)
+        for i, (dtype, lanes, item) in enumerate(shape.values)
+    ]
+    steps = {
+        name: fitted(series.steps.get(name) if series is not None else None, dtype, lanes, (), missing_step(dtype))
+        for name, (dtype, lanes) in shape.steps.items()
+    }
+    valid = None
+    if shape.valid is not None:
+        valid = fitted(
+            Laned(jnp.ones(count, bool)) if series is None or series.valid is None else series.valid,
+            np.dtype(bool),
+            shape.valid,
+            (),
+            False,
+        )
+    return dataclasses.replace(
+        shape.model, values=values, steps=steps, valid=valid, single=shape.single
+    )
+
+
+def _full(shape: tuple[int, ...], fill: Any, dtype: Any) -> Any:
+    return zeros(shape, dtype) if fill is None else jnp.full(shape, fill, dtype)

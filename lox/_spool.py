@@ -1,0 +1,234 @@
+"""`lox.spool`: logs as a result."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+from lox import _call, _compat, _engine, _errors, _reduce, _series
+from lox._engine import Handler, Run
+from lox._event import Event
+from lox._logdict import logdict
+from lox._primitive import bind
+from lox._select import Selection
+from lox._series import Series
+from lox._state import Buffer, Fold
+
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collect(Handler):
+    """Stacks events, or reduces them while the program runs.
+
+    Pieces are series by key. The state has, by key, the reductions under way and the buffers of those keys that are
+    logged in loops of unknown length.
+    """
+
+    selection: Selection
+    reduce: Any  # a Reduction for all keys, or pairs of key and Reduction
+    capacity: int | Options | None
+    interval: int | None
+    keep_logs: bool
+
+    def initial_state(self) -> dict[str, Fold | Buffer]:
+        """Nothing yet: a key's state begins with its first event."""
+        return {}
+
+    def reduction(self, key: str, own: _reduce.Reduction | None) -> _reduce.Reduction | None:
+        """spool's mapping for the key wins over the log's own reduction, which wins over spool's for all keys."""
+        if isinstance(self.reduce, tuple):
+            found = dict(self.reduce).get(key, own)
+        else:
+            found = own or self.reduce
+        return None if found is not None and found.name == "append" else found
+
+    def event(self, run: Run, event: Event) -> None:
+        """Take the selected keys."""
+        if self.keep_logs:
+            bind(event.replace(seen=True))
+        for key in self.selection.keys(event):
+            reduction = self.reduction(key, event.reductions[key])
+            held = run.state.get(key)
+            if held is not None:
+                self._check_same_reduction(held, reduction, key, event)
+                held = held.take(event, self.interval)
+            elif reduction is not None:
+                self._check_not_stacked(run, key, reduction, event)
+                held = Fold.empty(reduction, key, event).take(event, self.interval)
+            elif run.unbounded:
+                held = Buffer.empty(self._capacity(key, event.site), key, event).take(event, self.interval)
+            if held is not None:
+                run.state = {**run.state, key: held}
+            else:
+                run.pieces.append({key: event.series(key)})
+            run.note(key, event.mask is None)
+
+    def _capacity(self, key: str, site: str) -> int:
+        capacity = dict(self.capacity).get(key) if isinstance(self.capacity, tuple) else self.capacity
+        if capacity is None:
+            raise _errors.unbounded_loop(key, site)
+        return capacity
+
+    def _check_same_reduction(self, held: Fold | Buffer, reduction: Any, key: str, event: Event) -> None:
+        before = held.reduction if isinstance(held, Fold) else None
+        if before != reduction:
+            site = held.site if isinstance(held, Fold) else held.rows.site
+            raise _errors.mismatch(key, "reductions", _name(before), str(site), _name(reduction), event.site)
+
+    def _check_not_stacked(self, run: Run, key: str, reduction: Any, event: Event) -> None:
+        for piece in run.pieces:
+            if key in piece:
+                site = str(piece[key].site)
+                raise _errors.mismatch(key, "reductions", _name(None), site, _name(reduction), event.site)
+
+    def gather(self, pieces: list[dict[str, Series]]) -> dict[str, Series]:
+        """Key by key."""
+        parts: dict[str, list[Series]] = {}
+        for piece in pieces:
+            for key, series in piece.items():
+                parts.setdefault(key, []).append(series)
+        return {key: _series.concatenate(found) for key, found in parts.items()}
+
+    def unroll(self, piece: dict[str, Series], reverse: bool) -> dict[str, Series]:
+        """Key by key."""
+        return {key: _series.unroll(series, reverse) for key, series in piece.items()}
+
+    def unify(self, pieces: list[dict[str, Series]]) -> list[Callable[[Any], Any]] | None:
+        """Branches that log alike need nothing; the others are padded, with a mask for what did not happen."""
+        keys = dict.fromkeys(k for p in pieces for k in p)
+        if all(_alike(p, pieces[0]) for p in pieces[1:]):
+            return None
+        shapes = {k: _series.common_shape([p.get(k) for p in pieces]) for k in keys}
+
+        def fit(piece: dict[str, Series]) -> dict[str, Series]:
+            return {k: _series.conform(piece.get(k), shape) for k, shape in shapes.items()}
+
+        return [fit] * len(pieces)
+
+    def extend(self, run: Run, struct: dict[str, Any]) -> None:
+        """Keys that are new begin empty, or with what was stacked of them before."""
+        state = {}
+        stacked = run.piece() if run.pieces else {}
+        for key, target in struct.items():
+            held = run.state.get(key)
+            if held is None and key in stacked:
+                series = stacked.pop(key)
+                if isinstance(target, Fold):
+                    raise _errors.mismatch(
+                        key, "reductions", _name(None), str(series.site), _name(target.reduction), str(target.site)
+                    )
+                state[key] = Buffer.of_series(target.capacity, series)
+            elif held is None:
+                state[key] = type(target).from_struct(target)
+            else:
+                state[key] = held.conform(target)
+        run.state, run.pieces = state, [stacked] if stacked else []
+
+    def split_state(self, state: dict[str, Any], keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
+        """By key."""
+        inside = {k: v for k, v in state.items() if k in keys}
+        return inside, lambda part: {**state, **part}
+
+    def for_rules(self) -> Handler:
+        """Consumed, or left to others without a word to the console."""
+        return _engine.MarkSeen() if self.keep_logs else _engine.Drop()
+
+
+def _name(reduction: _reduce.Reduction | None) -> str:
+    return "no reduction" if reduction is None else f"reduce={reduction.name!r}"
+
+
+def _alike(a: dict[str, Series], b: dict[str, Series]) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x.shape == y.shape and x.dtype == y.dtype for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def finish(handler: Collect, run: Run, prefix: str) -> logdict:
+    """What a run has collected, as users see it."""
+    found: dict[str, Series] = dict(run.piece() if run.pieces else {})
+    if handler.interval is not None:
+        found = {key: _series.every(series, handler.interval) for key, series in found.items()}
+    reduced, dropped = set(), {}
+    for key, held in run.state.items():
+        found[key] = held.finish(run.keys.get(key, False))
+        if isinstance(held, Fold):
+            reduced.add(prefix + key)
+        else:
+            dropped[prefix + key] = held.dropped()
+    ordered = [dataclasses.replace(found[k], key=prefix + k) for k in run.keys if k in found]
+    logs = logdict.from_series(ordered, reduced)
+    logs.dropped = dropped
+    return logs
+
+
+def spool(
+    fun: Callable[..., Any],
+    argnames: str | Iterable[str] | None = None,
+    tags: str | Iterable[str] | None = None,
+    keep_logs: bool = False,
+    interval: int | None = None,
+    reduce: Any = None,
+    prefix: str = "",
+    capacity: int | Mapping[str, int] | None = None,
+) -> Callable[..., tuple[Any, logdict]]:
+    """Make a function return its logs beside its result.
+
+    >>> import lox
+    >>> def f(x, y):
+    ...     lox.log({"x": x, "y": y})
+    ...     return x * y
+    >>> z, logs = lox.spool(f)(3, 4)
+    >>> print(z, logs)
+    12 {'x': 3, 'y': 4}
+
+    A key logged once, outside loops, is the value itself; any other gets a leading axis of events, in the order in
+    which they happened. Inside `fun` nothing is printed.
+
+    Args:
+        fun: Any function of JAX arrays, jitted or not.
+        argnames: Return these keys only; globs such as `"train/*"` are allowed.
+        tags: Return logs with one of these tags only.
+        keep_logs: Leave the logs to outer transformations too. By default they are consumed.
+        interval: Keep events 0, k, 2k, ... of each key.
+        reduce: Combine the events of each key while the program runs, in constant memory: `"mean"`, `"sum"`, `"min"`,
+            `"max"`, `"first"`, `"last"`, `"count"`, `"std"`, `"var"`, a `lox.Reduction`, or a mapping from key to one
+            of them. `"append"` stacks, which is the default.
+        prefix: Put in front of every key.
+        capacity: Room for that many events of each key that is logged inside `while_loop`, whose length is unknown.
+
+    Returns:
+        A function with the signature of `fun` that returns `(result, logs)`.
+
+    Raises:
+        OptionError: An option that makes no sense.
+        SpoolError: At the call: a key is logged in `while_loop`, with neither `capacity` nor `reduce` for it.
+        MismatchError: At the call: events of one key do not fit together.
+    """
+    handler = Collect(
+        Selection.of(argnames, tags),
+        _call.reduce_option(reduce),
+        _call.count_option("capacity", capacity),
+        _call.count_option("interval", interval),
+        keep_logs,
+    )
+
+    def collect(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
+        out, run = _engine.run_function(handler, fun, args, kwargs)
+        return out, finish(handler, run, prefix)
+
+    @functools.wraps(fun)
+    def spooled(*args: Any, **kwargs: Any) -> tuple[Any, logdict]:
+        out, logs = _call.call(fun, (handler, prefix), collect, args, kwargs)
+        if (logs.valid or logs.dropped) and not _is_traced(logs):
+            logs = logs.compact()
+        return out, logs
+
+    return spooled
+
+
+def _is_traced(logs: logdict) -> bool:
+    return any(isinstance(x, _compat.Tracer) for x in jax.tree.leaves(logs))

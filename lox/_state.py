@@ -1,0 +1,331 @@
+"""What one key keeps in the carry of loops: a reduction's accumulator, or a buffer with room for a number of events.
+
+Both start empty, take events in one at a time and give their result at the end. When lox meets a loop it does not yet
+know what the body will log; `conform` turns the state before the loop into the type that the body leaves behind.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lox import _arrays, _compat, _errors, _lanes, _reduce
+from lox._event import Event
+from lox._lanes import Laned, Lanes
+from lox._series import Series, Site
+
+Item = tuple[tuple[int, ...], Any]  # shape and dtype of one leaf of the value
+
+
+def _typed_like(x: Any, aval: Any) -> Any:
+    """`x` with exactly the type of `aval`: a loop's carry must not change type, varying axes and sharding included."""
+    if _arrays.is_prng_key(aval.dtype):
+        return _compat.with_varying_axes_of(jnp.broadcast_to(x, aval.shape), aval)
+    x = jnp.broadcast_to(jnp.asarray(x).astype(aval.dtype), aval.shape)
+    if jax.typeof(x) == aval:
+        return x
+    zeros = _compat.zeros_of(aval)
+    return x | zeros if aval.dtype == bool else x + zeros
+
+
+def _union(key: str, *laned: Laned | None) -> Lanes:
+    lanes = _lanes.union(*[_lanes.lanes_of(x) for x in laned if x is not None])
+    if lanes is None:
+        raise _errors.MismatchError(f"{key!r} is logged under different vmaps, which do not fit together.")
+    return lanes
+
+
+def _check_items(key: str, treedef: Any, items: tuple[Item, ...], site: str, event: Event) -> tuple[Item, ...]:
+    """The items of state and event together: same structure and shapes, the dtypes promoted."""
+    if event.treedefs[key] != treedef:
+        raise _errors.mismatch(key, "structure", treedef, site, event.treedefs[key], event.site)
+    joined = []
+    for (shape, dtype), x in zip(items, event.values[key], strict=True):
+        if x.item_shape() != shape:
+            raise _errors.mismatch(key, "shape", f"shape {shape}", site, f"shape {x.item_shape()}", event.site)
+        joined.append((shape, _arrays.promote(dtype, x.tree.dtype)))
+    return tuple(joined)
+
+
+def _items_of(key: str, event: Event) -> tuple[Item, ...]:
+    return tuple((x.item_shape(), x.tree.dtype) for x in event.values[key])
+
+
+def _take_steps(key: str, old: dict[str, Laned], event: Event, happened: Laned | None) -> dict[str, Laned]:
+    """The steps of the last event."""
+    new = {}
+    for name in dict.fromkeys([*old, *event.steps]):
+        step = event.steps.get(name)
+        dtype = _arrays.promote(*[x.tree.dtype for x in (old.get(name), step) if x is not None])
+        step = Laned(_arrays.missing_step(dtype)) if step is None else step
+        before = old.get(name) or Laned(_arrays.missing_step(dtype))
+        lanes = _union(key, before, step, happened)
+        step, before = (_lanes.widen(x.map(lambda a: jnp.asarray(a, dtype)), lanes) for x in (step, before))
+        if happened is not None:
+            keep = _lanes.widen(happened, lanes)
+            step = Laned(jnp.where(keep.tree, step.tree, before.tree), lanes.flags)
+        new[name] = step
+    return new
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Fold:
+    """A reduction under way."""
+
+    states: list[Laned]  # one for each leaf of the value
+    count: Laned
+    steps: dict[str, Laned]
+    reduction: _reduce.Reduction
+    treedef: Any
+    items: tuple[Item, ...]
+    key: str
+    site: Site
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """Arrays are children; the rest is structure."""
+        children = (self.states, self.count, self.steps)
+        return children, (self.reduction, self.treedef, self.items, self.key, self.site)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Fold":
+        """The inverse of `tree_flatten`."""
+        return cls(*children, *aux)
+
+    @classmethod
+    def empty(cls, reduction: _reduce.Reduction, key: str, event: Event) -> "Fold":
+        """The state before the first event, for events like this one."""
+        items = _items_of(key, event)
+        states = [Laned(_reduce.initial(reduction, *item)) for item in items]
+        count = Laned(jnp.zeros((), jnp.int32))
+        return cls(states, count, {}, reduction, event.treedefs[key], items, key, Site(event.site))
+
+    def take(self, event: Event, interval: int | None) -> "Fold":
+        """One event more."""
+        key = self.key
+        old = self._promoted(_check_items(key, self.treedef, self.items, str(self.site), event))
+        happened = event.mask
+        if interval is not None:
+            lanes = _union(key, self.count, happened)
+            due = _lanes.widen(self.count, lanes).tree % interval == 0
+            happened = Laned(due if happened is None else due & _lanes.widen(happened, lanes).tree, lanes.flags)
+        states = []
+        for state, value, (_, dtype) in zip(old.states, event.values[key], old.items, strict=True):
+            weight = (event.weight or Laned(jnp.ones((), jnp.float32))) if self.reduction.weighted else None
+            lanes = _union(key, state, value, happened, weight)
+            args = [_lanes.widen(x, lanes).tree for x in (state, Laned(value.tree.astype(dtype), value.flags))]
+            if weight is not None:
+                args.append(_lanes.widen(weight, lanes).tree)
+            update = self.reduction.update
+            for _ in range(sum(map(bool, lanes.flags))):
+                update = jax.vmap(update)
+            new = update(*args)
+            if happened is not None:
+                new = _choose(_lanes.widen(happened, lanes), new, args[0])
+            states.append(Laned(jax.tree.map(_same_type, new, args[0]), lanes.flags))
+        lanes = _union(key, self.count, event.mask)
+        one = jnp.ones((), jnp.int32) if event.mask is None else _lanes.widen(event.mask, lanes).tree.astype(jnp.int32)
+        count = Laned(_lanes.widen(self.count, lanes).tree + one, lanes.flags)
+        steps = _take_steps(key, self.steps, event, happened)
+        return dataclasses.replace(old, states=states, count=count, steps=steps)
+
+    def _promoted(self, items: tuple[Item, ...]) -> "Fold":
+        if items == self.items:
+            return self
+        states = []
+        for state, item in zip(self.states, items, strict=True):
+            fresh = Laned(_reduce.initial(self.reduction, *item))
+            lanes = _union(self.key, state, self.count)
+            state, fresh = _lanes.widen(state, lanes), _lanes.widen(fresh, lanes)
+            some = _lanes.widen(self.count.map(lambda n: n > 0), lanes)
+            cast = jax.tree.map(lambda x, y: x.astype(y.dtype), state.tree, fresh.tree)
+            states.append(Laned(_choose(some, cast, fresh.tree), lanes.flags))
+        return dataclasses.replace(self, states=states, items=items)
+
+    def conform(self, struct: "Fold") -> "Fold":
+        """The same state with the type of `struct`, which is a later state of the same key."""
+        old = self._promoted(struct.items)
+        states = []
+        for state, target in zip(old.states, struct.states, strict=True):
+            state = _lanes.widen(state, _lanes.lanes_of(target))
+            states.append(Laned(jax.tree.map(_typed_like, state.tree, target.tree), target.flags))
+        steps = {}
+        for name, target in struct.steps.items():
+            step = self.steps.get(name) or Laned(jnp.asarray(_arrays.missing_step(target.tree.dtype)))
+            steps[name] = Laned(_typed_like(_lanes.widen(step, _lanes.lanes_of(target)).tree, target.tree), target.flags)
+        count = _lanes.widen(self.count, _lanes.lanes_of(struct.count))
+        count = Laned(_typed_like(count.tree, struct.count.tree), struct.count.flags)
+        return dataclasses.replace(old, states=states, steps=steps, count=count)
+
+    @classmethod
+    def from_struct(cls, struct: "Fold") -> "Fold":
+        """The empty state of the type of `struct`."""
+        states = [Laned(_reduce.initial(struct.reduction, *item)) for item in struct.items]
+        empty = dataclasses.replace(struct, states=states, count=Laned(jnp.zeros((), jnp.int32)), steps={})
+        return empty.conform(struct)
+
+    def finish(self, certain: bool) -> Series:
+        """The result, as a series of a single event."""
+        values = []
+        for state in self.states:
+            finish = self.reduction.finish
+            for _ in range(state.ndim):
+                finish = jax.vmap(finish)
+            values.append(Laned(finish(state.tree), state.flags))
+        treedef, valid = self.treedef, None
+        if self.reduction.name == "count":  # one integer per key
+            values, treedef = [self.count], jax.tree.structure(0)
+        if not certain:
+            valid = self.count.map(lambda n: n > 0)
+        return Series(values, self.steps, valid, treedef, True, self.key, self.site)
+
+
+def _choose(mask: Laned, new: Any, old: Any) -> Any:
+    def choose(a: Any, b: Any) -> Any:
+        return jnp.where(mask.tree.reshape(mask.tree.shape + (1,) * (a.ndim - mask.tree.ndim)), a, b)
+
+    return jax.tree.map(choose, new, old)
+
+
+def _same_type(new: Any, old: Any) -> Any:
+    new = jnp.asarray(new)
+    if new.dtype != old.dtype or new.shape != old.shape:
+        raise _errors.OptionError(
+            f"a reduction's `update` must not change its state's type: it was {old.dtype}{list(old.shape)} and became "
+            f"{new.dtype}{list(new.shape)}."
+        )
+    return _arrays.strong(new)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Buffer:
+    """Room for `capacity` events, and one more row that takes what does not fit."""
+
+    rows: Series  # valid: per lane, None as long as no event was masked by lane
+    count: Any
+    capacity: int
+    items: tuple[Item, ...]
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """Arrays are children; the rest is structure."""
+        return (self.rows, self.count), (self.capacity, self.items)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Buffer":
+        """The inverse of `tree_flatten`."""
+        return cls(*children, *aux)
+
+    @classmethod
+    def of_series(cls, capacity: int, series: Series) -> "Buffer":
+        """A buffer that starts with events collected so far."""
+        row = Event.from_series(_row(series.expanded(), 0))
+        return cls.empty(capacity, series.key, row).take_series(series)
+
+    @classmethod
+    def empty(cls, capacity: int, key: str, event: Event) -> "Buffer":
+        """Room for events like this one."""
+        items = _items_of(key, event)
+        values = [Laned(_arrays.zeros((capacity + 1, *shape), dtype)) for shape, dtype in items]
+        rows = Series(values, {}, None, event.treedefs[key], False, key, Site(event.site))
+        return cls(rows, jnp.zeros((), jnp.int32), capacity, items)
+
+    def take(self, event: Event, interval: int | None) -> "Buffer":
+        """One event more."""
+        rows, key, size = self.rows, self.rows.key, self.capacity + 1
+        items = _check_items(key, rows.treedef, self.items, str(rows.site), event)
+        if interval is not None:
+            # Lanes may be at different numbers, but a slot is for all of them: room is needed before thinning.
+            raise _errors.OptionError("`interval` cannot be combined with `capacity` yet.")
+        count, slot = self.count, jnp.minimum(self.count, self.capacity)
+        happened = None if event.mask is None else jnp.any(event.mask.tree)
+        if happened is not None:
+            slot = jnp.where(happened, slot, self.capacity)
+        lane_mask = event.mask if event.mask is not None and event.mask.ndim else None
+
+        def put(buffer: Laned | None, x: Laned, dtype: Any, fill: Any) -> Laned:
+            x = Laned(x.tree[None].astype(dtype), x.flags)
+            if buffer is None:
+                buffer = Laned(jnp.full((size, *x.item_shape(1)), fill, dtype))
+            lanes = _lanes.union(_lanes.lanes_of(buffer, 1), _lanes.lanes_of(x, 1))
+            if lanes is None:
+                raise _errors.MismatchError(f"{key!r} is logged under different vmaps, which do not fit together.")
+            buffer, x = _lanes.widen(buffer, lanes, 1), _lanes.widen(x, lanes, 1)
+            target = buffer.tree.astype(dtype)
+            return Laned(jax.lax.dynamic_update_index_in_dim(target, x.tree[0], slot, 0), lanes.flags)
+
+        values = [
+            put(buffer, x, dtype, 0)
+            for buffer, x, (_, dtype) in zip(rows.values, event.values[key], items, strict=True)
+        ]
+        steps = {}
+        for name in dict.fromkeys([*rows.steps, *event.steps]):
+            present = [x.tree.dtype for x in (rows.steps.get(name), event.steps.get(name)) if x is not None]
+            dtype = _arrays.promote(*present)
+            missing = _arrays.missing_step(dtype)
+            step = event.steps.get(name) or Laned(jnp.asarray(missing))
+            steps[name] = put(rows.steps.get(name), step, dtype, missing)
+        valid = rows.valid
+        if valid is not None or lane_mask is not None:
+            valid = put(valid, lane_mask or Laned(jnp.ones((), bool)), np.dtype(bool), True)
+        rows = dataclasses.replace(rows, values=values, steps=steps, valid=valid)
+        one = 1 if happened is None else happened.astype(jnp.int32)
+        return dataclasses.replace(self, rows=rows, count=count + one, items=items)
+
+    def take_series(self, series: Series) -> "Buffer":
+        """Events that were collected before it was known that the key needs a buffer."""
+        rows = series.expanded()
+
+        def take_row(buffer: Buffer, row: Series) -> Buffer:
+            return buffer.take(Event.from_series(row), None)
+
+        # The first row settles the type of the buffer; the others can then go through a loop.
+        buffer = take_row(self, _row(rows, 0)) if rows.count() else self
+        if rows.count() > 1:
+            rest = dataclasses.replace(jax.tree.map(lambda x: x[1:], rows), single=True)
+            buffer, _ = jax.lax.scan(lambda b, row: (take_row(b, row), None), buffer, rest)
+        return buffer
+
+    def conform(self, struct: "Buffer") -> "Buffer":
+        """The same state with the type of `struct`, which is a later state of the same key."""
+
+        def fit(x: Laned | None, target: Laned, fill: Any) -> Laned:
+            if x is None:
+                x = Laned(jnp.full((self.capacity + 1, *target.item_shape(1)), fill, target.tree.dtype))
+            x = _lanes.widen(x, _lanes.lanes_of(target, 1), 1)
+            return Laned(_typed_like(x.tree, target.tree), target.flags)
+
+        rows, model = self.rows, struct.rows
+        values = [fit(x, target, 0) for x, target in zip(rows.values, model.values, strict=True)]
+        steps = {n: fit(rows.steps.get(n), t, _arrays.missing_step(t.tree.dtype)) for n, t in model.steps.items()}
+        valid = None if model.valid is None else fit(rows.valid, model.valid, True)
+        rows = dataclasses.replace(rows, values=values, steps=steps, valid=valid)
+        return dataclasses.replace(self, rows=rows, count=_typed_like(self.count, struct.count), items=struct.items)
+
+    @classmethod
+    def from_struct(cls, struct: "Buffer") -> "Buffer":
+        """The empty state of the type of `struct`."""
+        size = struct.capacity + 1
+        values = [Laned(_arrays.zeros((size, *shape), dtype)) for shape, dtype in struct.items]
+        rows = dataclasses.replace(struct.rows, values=values, steps={}, valid=None)
+        return dataclasses.replace(struct, rows=rows, count=jnp.zeros((), jnp.int32)).conform(struct)
+
+    def finish(self, certain: bool) -> Series:
+        """The events, in slots of which the first `count` are filled."""
+        del certain
+        rows = jax.tree.map(lambda x: x[: self.capacity], self.rows)
+        filled = Laned(jnp.arange(self.capacity) < self.count)
+        if rows.valid is not None:
+            lanes = _lanes.lanes_of(rows.valid, 1)
+            filled = Laned(_lanes.widen(filled, lanes, 1).tree & rows.valid.tree, lanes.flags)
+        return dataclasses.replace(rows, valid=filled)
+
+    def dropped(self) -> Any:
+        """How many events did not fit."""
+        return jnp.maximum(self.count - self.capacity, 0)
+
+
+def _row(series: Series, index: int) -> Series:
+    return dataclasses.replace(jax.tree.map(lambda x: x[index], series), single=True)

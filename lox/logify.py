@@ -1,0 +1,97 @@
+"""The logify API: metrics that become part of the result, each with its own reduction.
+
+>>> import jax, jax.numpy as jnp
+>>> from lox import logify
+>>> @jax.jit
+... @logify.logify
+... def f(x):
+...     logify.log("x", x, reduction="mean")
+...     logify.log("x", x + 1, reduction="mean")
+...     logify.log("y", x**2)
+...     return x
+>>> out, logs = f(jnp.float32(1.0))
+>>> logs.asdict()
+{'x': {'mean': Array(1.5, dtype=float32)}, 'y': {'replace': Array(1., dtype=float32)}}
+
+It is `lox.log` and `lox.spool` under other names, and therefore works in any order of transformations and inside
+control flow. A name may be logged with several reductions: they are kept apart.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from lox import _errors, _primitive, _spool
+from lox._logdict import logdict
+
+REDUCTIONS = ("replace", "append", "mean", "sum")
+_TAG = "lox.logify"
+
+
+@jax.tree_util.register_pytree_node_class
+class Logs:
+    """What `logify` returns: a pytree; `asdict()` gives `{name: {reduction: value}}`."""
+
+    def __init__(self, logs: logdict):
+        self._logs = logs
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The logs are the only child."""
+        return (self._logs,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Logs":
+        """The inverse of `tree_flatten`."""
+        del aux
+        return cls(children[0])
+
+    def asdict(self) -> dict[str, dict[str, Any]]:
+        """By name, then by reduction; in the order of logging."""
+        result: dict[str, dict[str, Any]] = {}
+        for key, value in self._logs.items():
+            reduction, name = key.split(":", 1)
+            result.setdefault(name, {})[reduction] = value
+        return result
+
+    def __repr__(self) -> str:
+        return repr(self.asdict())
+
+
+def log(name: str, value: Any, reduction: str = "replace") -> None:
+    """Log a value; see `logify` for what becomes of it.
+
+    Args:
+        name: What to call it.
+        value: An array, a number or a pytree of them.
+        reduction: What to return of several values of one name: the last (`"replace"`), all of them (`"append"`), their
+            mean or their sum.
+
+    Raises:
+        OptionError: There is no such reduction.
+    """
+    if reduction not in REDUCTIONS:
+        raise _errors.OptionError(f"there is no reduction {reduction!r}. Choose {_errors.listing(REDUCTIONS)}.")
+    if not isinstance(name, str):
+        raise _errors.LogTypeError(f"`logify.log` got the name {name!r}: names are strings.")
+    _primitive.log({f"{reduction}:{name}": value}, tags=_TAG, reduce=reduction, explicit=True)
+
+
+def logify(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
+    """Make a function return what it logs with `logify.log`, beside its result.
+
+    Args:
+        fun: Any function of JAX arrays.
+
+    Returns:
+        A function with the signature of `fun` that returns `(result, logs)`.
+    """
+    spooled = _spool.spool(fun, tags=_TAG)
+
+    @functools.wraps(fun)
+    def logified(*args: Any, **kwargs: Any) -> tuple[Any, Logs]:
+        out, logs = spooled(*args, **kwargs)
+        return out, Logs(logs)
+
+    return logified

@@ -1,0 +1,43 @@
+"""Help for testing code that logs."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from lox import _errors, _sink
+from lox._logdict import logdict
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[list[logdict]]:
+    """Collect the events that would have gone to the default sink.
+
+    >>> import jax, lox, lox.testing
+    >>> @jax.jit
+    ... def f(x):
+    ...     lox.log({"x": x})
+    ...     return x + 1
+    >>> with lox.testing.capture() as logs:
+    ...     y = f(1)
+    >>> print(logs[0])
+    {'x': 1}
+
+    Functions compiled earlier are captured too. Events of one device arrive in the order of execution.
+
+    Yields:
+        A list of logdicts, one for every event; complete when the block has been left.
+    """
+    if _sink.is_compiled_out():
+        raise _errors.LoxError(
+            "`lox.testing.capture` cannot see compiled functions while the environment has LOX_SINK=off: unset it."
+        )
+    events: list[logdict] = []
+    jax.effects_barrier()  # what was logged before belongs to the sink before
+    before = _sink.config.sink
+    _sink.config.sink = events.append
+    try:
+        yield events
+        jax.effects_barrier()
+    finally:
+        _sink.config.sink = before

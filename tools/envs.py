@@ -1,0 +1,286 @@
+"""Run lox in virtual environments that create themselves: the demo, the checks, the test matrix.
+
+    python tools/envs.py run examples/demo.py       any script or -m module, on the newest JAX
+    python tools/envs.py lint                       ruff and pyright
+    python tools/envs.py test "oldest newest" -x    lint, then pytest -x in each named cell
+
+An environment holds lox's dependencies and is reused until pyproject.toml or the interpreter
+changes. lox itself is built and installed anew on every run, so that what is tested is the wheel
+that users get (a file missing from it is a failing test) and not the source tree.
+
+Standard library only: this file is what makes the environments, so it has none to rely on.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = ROOT / "pyproject.toml"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One environment: the Python versions that will do, best first, and what goes into it."""
+
+    name: str
+    pythons: tuple[str, ...]
+    jax: str
+    extras: tuple[str, ...] = ("test",)
+
+
+# No upper bound: a new JAX is to be tested on the day it is released. The lower one turns an index
+# or an interpreter that offers only an older JAX into an error.
+NEWEST = Cell("newest", ("3.13", "3.12", "3.14"), "jax>=0.12", ("test", "lint"))
+MIDDLE = Cell("middle", ("3.11",), "jax==0.10.2")  # the last JAX that Python 3.11 can install
+OLDEST = Cell("oldest", ("3.11",), "jax==0.7.0")
+
+# In this order, because lint runs in the first one and is the fastest to fail.
+CELLS = {cell.name: cell for cell in (NEWEST, MIDDLE, OLDEST)}
+
+
+@dataclass(frozen=True)
+class Python:
+    version: str
+    path: str
+
+
+@dataclass
+class Outcome:
+    """What a cell, or the lint step, came to."""
+
+    name: str
+    note: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def counts(self) -> str:
+        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+
+
+# ---- Interpreters ----------------------------------------------------------------------------
+
+# A Python counts if it can make environments (Debian ships ones that cannot) and can install the
+# wheels of jaxlib (PyPy and free-threaded builds cannot be relied on to).
+PROBE = """
+import sys, sysconfig, ensurepip, venv
+if sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED"):
+    print("%d.%d.%d" % sys.version_info[:3], sys.executable)
+"""
+
+
+def output(*command: str | Path) -> str:
+    """The command's output, or nothing if it fails: a broken candidate is no candidate."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+def candidates(minor: str) -> Iterator[str | Path]:
+    yield sys.executable
+    # Every match on PATH and not only the first, which may be a pyenv shim that refuses to run.
+    for folder in os.get_exec_path():
+        for name in (f"python{minor}", "python3", "python"):
+            if found := shutil.which(name, path=folder):
+                yield found
+    # A shell that has not sourced pyenv's set-up may still have it in its default place.
+    home = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+    if pyenv := shutil.which("pyenv") or shutil.which("pyenv", path=str(home / "bin")):
+        root = Path(output(pyenv, "root"))
+        for name in reversed(output(pyenv, "versions", "--bare").split()):
+            if name.startswith(minor):
+                yield root / "versions" / name / "bin" / "python"
+    # --system, or uv takes our .venv folder for a broken environment.
+    if uv := shutil.which("uv"):
+        yield output(uv, "python", "find", "--system", minor)
+
+
+def find_python(cell: Cell) -> Python | None:
+    for minor in cell.pythons:
+        for candidate in candidates(minor):
+            version, _, path = output(candidate, "-c", PROBE).partition(" ")
+            if version.startswith(f"{minor}."):
+                return Python(version, path)
+    return None
+
+
+def missing(cell: Cell) -> str:
+    return f"NOT RUN: no Python {' or '.join(cell.pythons)} found"
+
+
+def shout(text: str) -> None:
+    bar = "!" * 88
+    print(f"{bar}\n{text}\n{bar}", file=sys.stderr, flush=True)
+
+
+def shout_missing(cell: Cell) -> None:
+    shout(
+        f"{cell.name} ({cell.jax}): {missing(cell)} on PATH, in pyenv or with uv.\n"
+        f"Get one:              pyenv install {cell.pythons[0]}\n"
+        f"or:                   uv python install {cell.pythons[0]}\n"
+        "(a Python that lacks the venv module does not count: Debian has python3-venv for it)\n"
+        f'or choose the cells:  make test MATRIX="..."  out of {", ".join(CELLS)}'
+    )
+
+
+# ---- Environments ----------------------------------------------------------------------------
+
+
+def run(*command: str | Path) -> int:
+    return subprocess.run(command, cwd=ROOT).returncode
+
+
+def pip_install(python: Path, *arguments: str) -> None:
+    subprocess.run([python, "-m", "pip", "install", "-qq", *arguments], cwd=ROOT, check=True)
+
+
+def ready(cell: Cell, base: Python) -> Path:
+    """Return the Python of the cell's environment, with lox as it is now installed in it."""
+    home = ROOT / ".venv" / cell.name
+    python = home / "bin" / "python"
+    stamp = home / "stamp"
+
+    text = PYPROJECT.read_text()
+    config = tomllib.loads(text)
+    project = config["project"]
+    requirements = [cell.jax, *project["dependencies"], *config["build-system"]["requires"]]
+    for extra in cell.extras:
+        requirements += project["optional-dependencies"][extra]
+
+    wanted = "\n".join([base.version, *requirements, text])
+    if not (python.exists() and stamp.exists() and stamp.read_text() == wanted):
+        print(f"creating .venv/{cell.name}: Python {base.version}, {cell.jax}", flush=True)
+        shutil.rmtree(home, ignore_errors=True)
+        subprocess.run([base.path, "-m", "venv", home], check=True)
+        pip_install(python, *requirements)
+        stamp.write_text(wanted)
+    # The build requirements are already there, so that this needs no network.
+    pip_install(python, "--no-deps", "--no-build-isolation", ".")
+    return python
+
+
+# ---- Commands --------------------------------------------------------------------------------
+
+
+def lint(python: Path) -> Outcome:
+    checks = {
+        "ruff check": ("ruff", "check"),
+        "ruff format": ("ruff", "format", "--check"),
+        "pyright": ("pyright", "--pythonpath", str(python)),
+    }
+    failed = []
+    for name, command in checks.items():
+        print(f"--- {name}", flush=True)
+        if run(python, "-m", *command):
+            failed.append(name)
+    note = f"FAILED: {', '.join(failed)}" if failed else f"ok: {', '.join(checks)}"
+    return Outcome("lint", note, failed=len(failed))
+
+
+def run_pytest(cell: Cell, base: Python, python: Path, arguments: list[str]) -> Outcome:
+    jax = output(python, "-c", "from importlib.metadata import version; print(version('jax'))")
+    outcome = Outcome(cell.name, f"Python {base.version}, jax {jax}")
+    print(f"\n--- {cell.name}: {outcome.note}", flush=True)
+    report = ROOT / ".venv" / cell.name / "junit.xml"
+    report.unlink(missing_ok=True)
+
+    start = time.monotonic()
+    # -P keeps the working directory off the path: lox must come from the wheel.
+    code = run(python, "-P", "-m", "pytest", "-n", "2", f"--junit-xml={report}", *arguments)
+    seconds = time.monotonic() - start
+
+    if report.exists():
+        for case in ElementTree.parse(report).iter("testcase"):
+            found = {child.tag for child in case}
+            if found & {"failure", "error"}:
+                outcome.failed += 1
+            elif "skipped" in found:
+                outcome.skipped += 1
+            else:
+                outcome.passed += 1
+    if code and not outcome.failed:  # it crashed, or there was no test to run
+        outcome.failed = 1
+        outcome.note += f", pytest exited with {code}"
+    outcome.note += f": {outcome.counts()} in {seconds:.0f} s"
+    return outcome
+
+
+def test(names: list[str], arguments: list[str]) -> int:
+    if not names or not set(names) <= CELLS.keys():
+        sys.exit(f"MATRIX={' '.join(names)!r}: choose one or more of {', '.join(CELLS)}")
+    cells = [cell for cell in CELLS.values() if cell.name in names]
+    pythons = {cell.name: find_python(cell) for cell in cells}
+    for cell in cells:
+        if pythons[cell.name] is None:
+            shout_missing(cell)
+
+    # A step that fails without a test to blame counts as one failure, so that the last line never
+    # says "0 failed" about a run that did.
+    outcomes = []
+    if pythons.get(NEWEST.name) is None:
+        outcomes.append(Outcome("lint", f"NOT RUN: it needs the cell {NEWEST.name!r}"))
+    for cell in cells:
+        base = pythons[cell.name]
+        if base is None:
+            outcomes.append(Outcome(cell.name, missing(cell), failed=1))
+            continue
+        try:
+            python = ready(cell, base)
+        except subprocess.CalledProcessError as error:
+            shout(f"{cell.name}: its environment could not be made\n{error}")
+            outcomes.append(Outcome(cell.name, "NOT RUN: no environment, see above", failed=1))
+            continue
+        if cell is NEWEST:
+            outcomes.append(lint(python))
+        outcomes.append(run_pytest(cell, base, python, arguments))
+
+    print("\n--- summary")
+    for outcome in outcomes:
+        print(f"{outcome.name:7} {outcome.note}")
+    total = Outcome("total", "")
+    for outcome in outcomes:
+        total.passed += outcome.passed
+        total.failed += outcome.failed
+        total.skipped += outcome.skipped
+    print(total.counts(), flush=True)
+    return int(total.failed > 0)
+
+
+def main() -> int:
+    match sys.argv[1:]:
+        case ["run", *command] if command:
+            # The newest JAX that the interpreter at hand allows, whatever that is.
+            minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+            cell = Cell("default", (minor,), "jax")
+            base = find_python(cell)
+            if base is None:
+                sys.exit(f"{sys.executable} cannot make environments: install its venv module")
+            return run(ready(cell, base), *command)
+        case ["lint"]:
+            base = find_python(NEWEST)
+            if base is None:
+                shout_missing(NEWEST)
+                return 1
+            return int(lint(ready(NEWEST, base)).failed > 0)
+        case ["test", names, *arguments]:
+            return test(names.split(), arguments)
+        case _:
+            print(__doc__, file=sys.stderr)
+            return 2
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except subprocess.CalledProcessError as error:  # venv or pip, which have said why
+        sys.exit(f"the environment could not be made: {error}")
