@@ -4,6 +4,7 @@ Each helper gives one answer for every supported JAX (0.7 and later). Where vers
 when, so that it can go once the older version is no longer supported.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import os
@@ -33,15 +34,20 @@ _trace_home: Any = jax.core if hasattr(jax.core, "set_current_trace") else jex_c
 set_current_trace = _trace_home.set_current_trace
 take_current_trace = _trace_home.take_current_trace
 
-# Taking the current trace leaves the evaluating one in its place, which is how to get hold of it.
-with take_current_trace(), take_current_trace() as _eval_trace:
-    eval_trace = _eval_trace
-
 
 def current_trace() -> Any:
     """The trace that interprets operations right now."""
     with take_current_trace() as trace:
         return trace
+
+
+def _find_eval_trace() -> Any:
+    # A new thread starts with no transformation around, even if lox is being imported inside one.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(current_trace).result()
+
+
+eval_trace = _find_eval_trace()
 
 
 def is_evaluating() -> bool:
@@ -378,11 +384,18 @@ def forget_trees(fun: Any, rule: Any) -> None:
     JAX runs one of the two, and learns the structure of the result from the one that has run; it objects to both. lox
     does run both: one for the logs, one for the derivative.
     """
-    filled = [bool(store) for store in rule.stores if store is not None]
-    if filled and all(filled):
+    if all(_is_filled(store) for store in rule.stores if store is not None):
         for store in fun.stores:
             if store is not None:
                 store.reset()
+
+
+def _is_filled(store: Any) -> bool:
+    try:
+        store.val  # noqa: B018  one of the two classes of stores has no other way to tell
+    except lu.StoreException:
+        return False
+    return True
 
 
 # --- keeping loop-invariant logs in their loop ---------------------------------------------------

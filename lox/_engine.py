@@ -218,7 +218,7 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
         return self._staged("process_map", primitive, (fun,), tracers, params)
 
     def stage_value(self, value: Any) -> Any:
-        return value if self.parent is _compat.eval_trace else self.parent.stage_value(value)
+        return self.parent.stage_value(value)
 
     def cur_qdd(self, x: Any) -> Any:
         return self.parent.cur_qdd(x)
