@@ -100,6 +100,9 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
         return primitive.bind(*args, **dict(params, **stripped))
     evaluate = _compat.jaxpr_as_fun(cond_jaxpr)
     cond_logs = _compat.has_logs(cond_jaxpr)
+    # A loop whose condition is batched goes on while any lane does; the others keep their values. That the events of
+    # finished lanes are masked has been seen to in `_batching.py`, which leaves no log in such a condition.
+    batched = bool(_compat.out_avals(cond_jaxpr)[0].shape)
 
     def attempt(state: Any) -> list[Any]:
         keys: dict[str, bool] = {}
@@ -107,7 +110,8 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
         def test(state: Any, c: Any, certain: bool = False) -> tuple[Any, Any]:
             """The condition, evaluated where its events belong: before the first and after every iteration."""
             if not cond_logs:
-                return state, evaluate(*cond_consts, *c)[0]
+                pred = evaluate(*cond_consts, *c)[0]
+                return state, jnp.any(pred) if batched else pred
             inner = run.block(state, unbounded=True)
             (pred,) = interpret(inner, cond_jaxpr, [*cond_consts, *c])
             run.require_type(inner, state)
@@ -117,8 +121,9 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
         def body(carry: Any) -> Any:
             state, c, *_ = carry
             inner = run.block(state, unbounded=True)
-            c = interpret(inner, body_jaxpr, [*body_consts, *c])
+            new = interpret(inner, body_jaxpr, [*body_consts, *c])
             run.require_type(inner, state)
+            c = _where(evaluate(*cond_consts, *c)[0], new, c) if batched else new
             keys.update({k: keys.get(k, False) for k in inner.keys})
             if not cond_logs:
                 return inner.state, c
@@ -134,6 +139,10 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
         return carry
 
     return run.settle(attempt)
+
+
+def _where(lanes: Any, new: list[Any], old: list[Any]) -> list[Any]:
+    return [jnp.where(lanes.reshape(lanes.shape + (1,) * (a.ndim - lanes.ndim)), a, b) for a, b in zip(new, old, strict=True)]
 
 
 # --- branches ------------------------------------------------------------------------------------

@@ -1,0 +1,292 @@
+"""vmap of branches and of while loops that log.
+
+When lanes disagree, JAX runs both branches of a `cond` for all lanes, and a `while` until the last lane is done. Values
+are then selected; logs would all fire, in lanes that never took the branch or had already finished. These rules stand
+before JAX's own, and only where something logs.
+
+* `cond`: the events of the branches become results, which JAX selects like any other; the merged events are then
+  logged after it. Branches that log alike stay rectangular, the others get a mask for each lane.
+* `while`: the loop carries which lanes are still running, and every log inside is masked with it.
+"""
+
+import dataclasses
+import difflib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives
+from jax.interpreters import batching
+
+from lox import _compat
+from lox._engine import Handler, Run, Transformed, interpret, types_of
+from lox._event import Event, Meta
+from lox._lanes import Laned
+from lox._primitive import bind
+from lox._series import Site
+
+_batch_cond = batching.fancy_primitive_batchers[primitives.cond_p]
+_batch_while = batching.fancy_primitive_batchers[primitives.while_p]
+
+
+# --- recording events, to log them later ---------------------------------------------------------
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Slot:
+    """One event."""
+
+    operands: list[Any]
+    meta: Meta
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """Where it was logged is no reason for two slots to differ."""
+        return (self.operands,), dataclasses.replace(self.meta, site=Site(self.meta.site))
+
+    @classmethod
+    def tree_unflatten(cls, meta: Meta, children: Any) -> "Slot":
+        """The inverse of `tree_flatten`."""
+        return cls(children[0], meta)
+
+    def masked(self, mask: Any) -> "Slot":
+        """The same event, under a condition more."""
+        operands, meta = _and_mask(Event.from_operands(self.meta, self.operands), mask).to_operands()
+        return Slot(operands, meta)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Repeat:
+    """The events of a loop: every array below has one more leading axis."""
+
+    body: list[Any]
+    length: int
+    reverse: bool
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """Arrays are children; the rest is structure."""
+        return (self.body,), (self.length, self.reverse)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Repeat":
+        """The inverse of `tree_flatten`."""
+        return cls(children[0], *aux)
+
+    def masked(self, mask: Any) -> "Repeat":
+        """The same events, under a condition more."""
+        body = jax.vmap(lambda body: [x.masked(mask) for x in body])(self.body)
+        return Repeat(body, self.length, self.reverse)
+
+
+def _and_mask(event: Event, mask: Any) -> Event:
+    if event.mask is not None:
+        own = event.mask.tree
+        mask = Laned(own & mask, event.mask.flags)
+    else:
+        mask = Laned(mask, (False,) * len(next(iter(event.values.values()))[0].flags))
+    return event.replace(mask=mask)
+
+
+class _Unbounded(Exception):
+    """Control flow: there is a loop of unknown length, whose events cannot be recorded."""
+
+
+class Record(Handler):
+    """Collects events in the order of execution."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Record
+
+    def __hash__(self) -> int:
+        return hash(Record)
+
+    def event(self, run: Run, event: Event) -> None:
+        """Keep it for later."""
+        if run.unbounded:
+            raise _Unbounded
+        run.pieces.append([Slot(*event.to_operands())])
+
+    def gather(self, pieces: list[Any]) -> list[Any]:
+        """One list."""
+        return [slot for piece in pieces for slot in piece]
+
+    def unroll(self, piece: list[Any], reverse: bool) -> list[Any]:
+        """A loop of them."""
+        leaves = jax.tree.leaves(piece)
+        return [Repeat(piece, leaves[0].shape[0], reverse)] if leaves else []
+
+    def unify(self, pieces: list[Any]) -> Any:
+        """Align the events of the branches."""
+        return _align(pieces)
+
+
+def replay(slots: list[Any]) -> None:
+    """Log what was recorded."""
+    for slot in slots:
+        if isinstance(slot, Slot):
+            bind(Event.from_operands(slot.meta, slot.operands))
+        else:
+            lax.scan(lambda _, body: (replay(body), None), None, slot.body, reverse=slot.reverse)
+
+
+def _signature(slot: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(slot)
+    return treedef, tuple((x.shape, x.dtype) for x in leaves)
+
+
+def _align(branches: list[list[Any]]) -> list[Any] | None:
+    """For each branch a function that gives its events the common form; None if they have it already."""
+    signatures = [[_signature(slot) for slot in slots] for slots in branches]
+    if all(s == signatures[0] for s in signatures[1:]):
+        return None
+    # The merged sequence: what each slot looks like, and the place it has in each branch.
+    merged: list[tuple[Any, dict[int, int]]] = []
+    for number, slots in enumerate(branches):
+        theirs = [_signature(model) for model, _ in merged]
+        matches = difflib.SequenceMatcher(None, theirs, signatures[number], autojunk=False).get_matching_blocks()
+        result, i, j = [], 0, 0
+        for match in matches:
+            result += merged[i : match.a]
+            result += [(slots[k], {number: k}) for k in range(j, match.b)]
+            for k in range(match.size):
+                model, places = merged[match.a + k]
+                result.append((model, {**places, number: match.b + k}))
+            i, j = match.a + match.size, match.b + match.size
+        merged = result
+
+    def fit(number: int, slots: list[Any]) -> list[Any]:
+        fitted = []
+        for model, places in merged:
+            slot = slots[places[number]] if number in places else jax.tree.map(_compat.zeros_of, model)
+            if len(places) < len(branches):
+                slot = slot.masked(jnp.asarray(number in places))
+            fitted.append(slot)
+        return fitted
+
+    return [functools.partial(fit, number) for number in range(len(branches))]
+
+
+# --- masking events ------------------------------------------------------------------------------
+
+
+class Remask(Handler):
+    """Puts every event under a condition, which is threaded through the program as the state."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Remask
+
+    def __hash__(self) -> int:
+        return hash(Remask)
+
+    def event(self, run: Run, event: Event) -> None:
+        """Bind it again."""
+        bind(_and_mask(event, run.state.tree))
+
+
+def _masked_call(jaxpr: Any, mask: Any, args: Any) -> list[Any]:
+    return interpret(Run(Remask(), Laned(mask)), jaxpr, args)
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+
+def _vmap(axis_data: Any, fun: Any, dims: Any) -> Any:
+    """`fun` mapped over the axis that is being batched; it counts as mapped even if no argument is."""
+    mapped = jax.vmap(
+        lambda _, *args: fun(*args),
+        in_axes=(0, *dims),
+        axis_name=axis_data.name,
+        axis_size=axis_data.size,
+        spmd_axis_name=axis_data.spmd_name,
+    )
+    return functools.partial(mapped, jnp.arange(axis_data.size))
+
+
+def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
+    rule = functools.partial(_batch_cond, axis_data, **params)
+    if dims[0] is None or not any(map(_compat.has_logs, branches)):
+        return rule(args, dims, branches=branches)
+    types = _compat.in_avals(branches[0])
+    try:
+        entries = [Transformed(Record(), branch, (), False) for branch in branches]
+    except _Unbounded:
+        return rule((args[0], *args), (dims[0], *dims), branches=_masked_branches(branches, types))
+    fits = _align([e.piece for e in entries]) or [lambda slots: slots] * len(entries)
+    box: list[Any] = []
+
+    def recorded(entry: Transformed, fit: Any) -> Any:
+        def branch(*xs: Any) -> list[Any]:
+            outs, _, slots = entry.unpack(_compat.jaxpr_as_fun(entry.jaxpr)(*xs))
+            flat, tree = jax.tree.flatten(fit(slots))
+            box.append(tree)
+            return [*outs, *flat]
+
+        return _compat.make_jaxpr(branch, types)
+
+    silent = tuple(recorded(e, fit) for e, fit in zip(entries, fits, strict=True))
+    outs, out_dims = rule(args, dims, branches=silent)
+    count = entries[0].outs
+    _vmap(axis_data, lambda *flat: replay(jax.tree.unflatten(box[0], flat)), out_dims[count:])(*outs[count:])
+    return outs[:count], out_dims[:count]
+
+
+def _masked_branches(branches: Any, types: Any) -> Any:
+    """Branches that take their index too, and log only if they are the chosen one."""
+
+    def masked(number: int, branch: Any) -> Any:
+        def fun(index: Any, *xs: Any) -> list[Any]:
+            return _masked_call(branch, index == number, xs)
+
+        return _compat.make_jaxpr(fun, [jax.core.ShapedArray((), jnp.int32), *types])
+
+    return tuple(masked(number, branch) for number, branch in enumerate(branches))
+
+
+def _while_rule(
+    axis_data: Any, args: Any, dims: Any, *, cond_nconsts: int, cond_jaxpr: Any, body_nconsts: int, body_jaxpr: Any
+) -> Any:
+    rule = functools.partial(_batch_while, axis_data)
+    counts = dict(cond_nconsts=cond_nconsts, body_nconsts=body_nconsts)
+    plain = functools.partial(rule, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)
+    if not (_compat.has_logs(cond_jaxpr) or _compat.has_logs(body_jaxpr)):
+        return plain()
+    trial = _compat.make_jaxpr(
+        lambda *xs: rule(xs, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)[0], types_of(list(args))
+    )
+    loop = next(eqn for eqn in trial.eqns if eqn.primitive is primitives.while_p)
+    if not _compat.out_avals(loop.params["cond_jaxpr"])[0].shape:
+        return plain()  # all lanes make the same number of iterations
+
+    n_consts = cond_nconsts + body_nconsts
+    cond_consts, init = args[:cond_nconsts], args[n_consts:]
+    start = _vmap(axis_data, lambda *xs: _compat.jaxpr_as_fun(cond_jaxpr)(*xs)[0], (*dims[:cond_nconsts], *dims[n_consts:]))
+    running = start(*cond_consts, *init)
+
+    def body(*xs: Any) -> list[Any]:
+        cond_consts, body_consts = xs[:cond_nconsts], xs[cond_nconsts:n_consts]
+        *carry, running = xs[n_consts:]
+        carry = _masked_call(body_jaxpr, running, [*body_consts, *carry])
+        (go_on,) = _masked_call(cond_jaxpr, running, [*cond_consts, *carry])
+        return [*carry, running & go_on]
+
+    flag = jax.core.ShapedArray((), jnp.bool_)
+    carry_types = [*_compat.in_avals(body_jaxpr)[body_nconsts:], flag]
+    const_types = [*_compat.in_avals(cond_jaxpr)[:cond_nconsts], *_compat.in_avals(body_jaxpr)[:body_nconsts]]
+    outs, out_dims = rule(
+        (*args, running),
+        (*dims, 0),
+        cond_nconsts=0,
+        cond_jaxpr=_compat.make_jaxpr(lambda *carry: [carry[-1]], carry_types),
+        body_nconsts=n_consts,
+        body_jaxpr=_compat.make_jaxpr(body, [*const_types, *carry_types]),
+    )
+    return outs[:-1], out_dims[:-1]
+
+
+def install() -> None:
+    """Put the rules in place."""
+    batching.fancy_primitive_batchers[primitives.cond_p] = _cond_rule
+    batching.fancy_primitive_batchers[primitives.while_p] = _while_rule
