@@ -47,7 +47,14 @@ def _find_eval_trace() -> Any:
         return pool.submit(current_trace).result()
 
 
+def _find_staging_trace() -> type:
+    found: list[type] = []
+    jax.make_jaxpr(lambda: found.append(type(current_trace())))()
+    return found[0]
+
+
 eval_trace = _find_eval_trace()
+StagingTrace = _find_staging_trace()  # what jit and make_jaxpr trace with
 
 
 def is_evaluating() -> bool:

@@ -20,12 +20,17 @@ from typing import Any
 import jax
 
 from lox import _compat, _errors
-from lox._event import Event
+from lox._event import Event, Meta
 from lox._primitive import bind, log_p
 
 
 class Handler:
     """Decides what becomes of events. Immutable and hashable: handlers are keys of caches."""
+
+    def wants(self, meta: Meta) -> bool:
+        """Whether anything can become of an event; if not, what is computed only for it is not computed at all."""
+        del meta
+        return True
 
     def initial_state(self) -> Any:
         """What is threaded through the program."""
@@ -135,7 +140,7 @@ class Run:
 
 def types_of(tree: Any) -> Any:
     """The same tree with types for arrays."""
-    return jax.tree.map(jax.typeof, tree)
+    return jax.tree.map(_compat.aval_of, tree)
 
 
 def _signature(state: Any) -> Any:
@@ -224,6 +229,31 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
         return self.parent.cur_qdd(x)
 
 
+def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call `fun`, traced first: then even constants that only served dropped logs leave no trace.
+
+    Only while tracing for jit, where it asks no more of `fun` than jit itself; elsewhere it is `run_function`.
+    """
+    if not isinstance(_compat.current_trace(), _compat.StagingTrace):
+        return run_function(handler, fun, args, kwargs)[0]
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    traced = [n for n, x in enumerate(leaves) if isinstance(x, _compat.Tracer)]
+    box: list[Any] = []
+
+    def flat(*tracers: Any) -> list[Any]:
+        mine = list(leaves)
+        for n, x in zip(traced, tracers, strict=True):
+            mine[n] = x
+        args, kwargs = jax.tree.unflatten(treedef, mine)
+        out, tree = jax.tree.flatten(fun(*args, **kwargs))
+        box.append(tree)
+        return out
+
+    given = [leaves[n] for n in traced]
+    jaxpr = _compat.make_jaxpr(flat, types_of(given))
+    return jax.tree.unflatten(box[0], interpret(Run(handler, ()), jaxpr, given))
+
+
 def run_function(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Run]:
     """Call `fun`, its logs handed to `handler`."""
     run = Run(handler, handler.initial_state())
@@ -259,7 +289,7 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         return var.val if isinstance(var, _compat.Literal) else env[var]
 
     pending: list[Any] = []
-    for eqn in opened.eqns:
+    for eqn in _live_equations(run.handler, opened):
         if eqn.primitive is not log_p and not _compat.eqn_concerns(eqn.primitive, eqn.params):
             pending.append(eqn)
             continue
@@ -279,6 +309,31 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     if pending:
         _compat.eval_equations(jaxpr, pending, env)
     return [read(v) for v in opened.outvars]
+
+
+def _live_equations(handler: Handler, jaxpr: Any) -> list[Any]:
+    """The equations that the results, or an event that the handler wants, depend on."""
+    needed = {v for v in jaxpr.outvars if isinstance(v, _compat.Var)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.isdisjoint(eqn.outvars) and not _has_use(handler, eqn):
+            continue
+        needed.update(v for v in eqn.invars if isinstance(v, _compat.Var))
+        live.append(eqn)
+    return live[::-1]
+
+
+def _has_use(handler: Handler, eqn: Any) -> bool:
+    """Whether an equation matters though nothing needs its results."""
+    if eqn.primitive is log_p:
+        return handler.wants(eqn.params["meta"])
+    if any(effect is not _compat.log_effect for effect in eqn.effects):
+        return True
+    return any(_wants_any(handler, jaxpr) for jaxpr in _compat.sub_jaxprs(eqn.params))
+
+
+def _wants_any(handler: Handler, jaxpr: Any) -> bool:
+    return _compat.has_logs(jaxpr) and any(_has_use(handler, eqn) for eqn in _compat.split_jaxpr(jaxpr)[0].eqns)
 
 
 def apply_rule(run: Run, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
@@ -427,6 +482,10 @@ class RuleTrace(LogTrace):
 class Drop(Handler):
     """Removes every log."""
 
+    def wants(self, meta: Meta) -> bool:
+        """None at all."""
+        return False
+
     @property
     def in_place(self) -> bool:
         """Nothing is added to what a block takes and gives."""
@@ -444,6 +503,10 @@ class Drop(Handler):
 
 class MarkSeen(Drop):
     """Lets every log flow on, but no longer to the default sink."""
+
+    def wants(self, meta: Meta) -> bool:
+        """All of them."""
+        return True
 
     def event(self, run: Run, event: Event) -> None:
         """Bind it again."""

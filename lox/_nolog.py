@@ -7,7 +7,7 @@ from typing import Any
 
 from lox import _call, _engine
 from lox._engine import Run
-from lox._event import Event
+from lox._event import Event, Meta
 from lox._primitive import bind
 from lox._select import Selection
 
@@ -19,18 +19,27 @@ class Remove(_engine.Drop):
     selection: Selection
     inverted: bool
 
+    def staying(self, event: Event | Meta) -> list[str]:
+        """The keys that are not removed."""
+        # A log marked `explicit` is removed by a plain `nolog` too: the question is what to remove, not what to show.
+        chosen = self.selection.keys(dataclasses.replace(event, explicit=False))
+        keys = event.keys if isinstance(event, Meta) else event.values
+        return [k for k in keys if (k in chosen) == self.inverted]
+
+    def wants(self, meta: Meta) -> bool:
+        """Those that stay."""
+        return bool(self.staying(meta))
+
     def event(self, run: Run, event: Event) -> None:
         """Bind again what stays."""
-        # A log marked `explicit` is still removed by a plain `nolog`: it is asked for, just not by name.
-        chosen = set(self.selection.keys(event.replace(explicit=False)))
-        staying = [k for k in event.values if (k in chosen) == self.inverted]
+        staying = self.staying(event)
         if staying:
             bind(event.only(staying))
 
 
 def _removing(fun: Callable[..., Any], handler: Remove) -> Callable[..., Any]:
     def remove(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return _engine.run_function(handler, fun, args, kwargs)[0]
+        return _engine.run_staged(handler, fun, args, kwargs)
 
     @functools.wraps(fun)
     def removed(*args: Any, **kwargs: Any) -> Any:

@@ -68,9 +68,6 @@ def _scan(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
     n_consts, n_carry = _compat.scan_split(params)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     options, jaxpr = _compat.scan_options(params), params["jaxpr"]
-    if run.handler.in_place:
-        return primitive.bind(*args, **dict(params, jaxpr=transformed(run, jaxpr, run.state).jaxpr))
-
     def attempt(state: Any) -> list[Any]:
         keys: dict[str, bool] = {}
 
@@ -95,11 +92,8 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
     cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
-    if run.handler.in_place:
-        stripped = {k: transformed(run, params[k], run.state).jaxpr for k in ("cond_jaxpr", "body_jaxpr")}
-        return primitive.bind(*args, **dict(params, **stripped))
     evaluate = _compat.jaxpr_as_fun(cond_jaxpr)
-    cond_logs = _compat.has_logs(cond_jaxpr)
+    cond_logs = _compat.has_logs(cond_jaxpr) and not run.handler.in_place
     # A loop whose condition is batched goes on while any lane does; the others keep their values. That the events of
     # finished lanes are masked has been seen to in `_batching.py`, which leaves no log in such a condition.
     batched = bool(_compat.out_avals(cond_jaxpr)[0].shape)
@@ -110,7 +104,7 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
         def test(state: Any, c: Any, certain: bool = False) -> tuple[Any, Any]:
             """The condition, evaluated where its events belong: before the first and after every iteration."""
             if not cond_logs:
-                pred = evaluate(*cond_consts, *c)[0]
+                (pred,) = interpret(run.block(state), cond_jaxpr, [*cond_consts, *c])
                 return state, jnp.any(pred) if batched else pred
             inner = run.block(state, unbounded=True)
             (pred,) = interpret(inner, cond_jaxpr, [*cond_consts, *c])
@@ -275,6 +269,9 @@ def _no_tangent(x: Any) -> Any:
 
 def _linear_solve(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
+    if run.handler.in_place:
+        stripped = type(jaxprs)(*[j and transformed(run, j, run.state).jaxpr for j in jaxprs])
+        return primitive.bind(*args, **dict(params, jaxprs=stripped))
     start = lengths.matvec + lengths.vecmat
     consts, b = args[start : start + lengths.solve], args[sum(lengths) :]
     n_rest = len(args) - len(consts) - len(b)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lox import _errors
-from lox._event import Event
+from lox._event import Event, Meta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +23,16 @@ class Selection:
         labels = _strings("tags", tags)
         return cls(names, None if labels is None else frozenset(labels))
 
-    def keys(self, event: Event) -> list[str]:
+    def keys(self, event: Event | Meta) -> list[str]:
         """The selected keys of an event."""
+        keys = event.keys if isinstance(event, Meta) else list(event.values)
         if self.tags is not None and not self.tags & event.tags:
             return []
         if event.explicit and self.argnames is None and self.tags is None:
             return []
         if self.argnames is None:
-            return list(event.values)
-        return [k for k in event.values if any(fnmatch.fnmatchcase(k, p) for p in self.argnames)]
+            return list(keys)
+        return [k for k in keys if any(fnmatch.fnmatchcase(k, p) for p in self.argnames)]
 
 
 def _strings(option: str, given: Any) -> tuple[str, ...] | None:

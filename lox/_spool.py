@@ -9,7 +9,7 @@ import jax
 
 from lox import _call, _compat, _engine, _errors, _reduce, _series
 from lox._engine import Handler, Run
-from lox._event import Event
+from lox._event import Event, Meta
 from lox._logdict import logdict
 from lox._primitive import bind
 from lox._select import Selection
@@ -32,6 +32,10 @@ class Collect(Handler):
     capacity: int | Options | None
     interval: int | None
     keep_logs: bool
+
+    def wants(self, meta: Meta) -> bool:
+        """Those that are selected, or kept for others."""
+        return self.keep_logs or bool(self.selection.keys(meta))
 
     def initial_state(self) -> dict[str, Fold | Buffer]:
         """Nothing yet: a key's state begins with its first event."""

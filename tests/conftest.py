@@ -1,0 +1,26 @@
+"""Eight host devices and strict types, before anything imports jax."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+os.environ.pop("LOX_SINK", None)
+# An int that silently becomes a float somewhere in lox would change users' values.
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+
+import jax
+import pytest
+
+import lox
+
+pytest.register_assert_rewrite("exact")
+
+
+@pytest.fixture(autouse=True)
+def default_sink():
+    lox.config.sink = "console"
+    yield
+    jax.effects_barrier()
+    lox.config.sink = "console"

@@ -1,0 +1,489 @@
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import boolean, f32, i32, same
+
+import lox
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({1: 2.0}, "`lox.log` got the key 1: keys are strings, not int."),
+        ({("a",): 2.0}, "`lox.log` got the key ('a',): keys are strings, not tuple."),
+        ({"x": "loss"}, "`lox.log` cannot log the value of 'x': 'loss' is no array but str."),
+        ({"x": b"raw"}, "`lox.log` cannot log the value of 'x': b'raw' is no array but bytes."),
+        ({"x": None}, "`lox.log` cannot log 'x': None holds no array."),
+        ({"x": {}}, "`lox.log` cannot log 'x': {} holds no array."),
+        ({"x": [1, "a"]}, "`lox.log` cannot log the value of 'x': 'a' is no array but str."),
+        ([("x", 1)], "`lox.log` takes a mapping from names to values, not list."),
+        (3, "`lox.log` takes a mapping from names to values, not int."),
+        (None, "`lox.log` takes a mapping from names to values, not NoneType."),
+    ],
+)
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lox.spool, lox.tap, lox.nolog])
+def test_bad_data(capsys, transform, data, message):
+    def f():
+        lox.log(data)
+
+    with pytest.raises(TypeError) as info:
+        transform(f)()
+    assert isinstance(info.value, lox.LoxError)
+    assert str(info.value) == message
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, np.array(["a"]), np.array([object()])])
+def test_a_value_that_is_no_array_names_its_key(value):
+    with pytest.raises(TypeError, match=r"^`lox\.log` cannot log the value of 'k'") as info:
+        lox.log({"k": value})
+    assert isinstance(info.value, lox.LogTypeError)
+
+
+def test_a_number_too_large_for_an_array_names_its_key():
+    with pytest.raises(lox.LogTypeError, match=r"^`lox\.log` cannot log the value of 'k'"):
+        lox.log({"k": 2**100})
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (
+            {"step": np.arange(2)},
+            "`lox.log` got step 'step' with shape (2,): it must be a single number per event. "
+            "Log an array under a key of its own.",
+        ),
+        (
+            {"episode": np.zeros((1, 0))},
+            "`lox.log` got step 'episode' with shape (1, 0): it must be a single number per event. "
+            "Log an array under a key of its own.",
+        ),
+        ({"step": "one"}, "`lox.log` cannot log step 'step': 'one' is no array but str."),
+        ({"step": None}, "`lox.log` cannot log step 'step': None is no array but NoneType."),
+    ],
+)
+def test_bad_steps(steps, message):
+    with pytest.raises(TypeError) as info:
+        lox.log({"x": 1}, **steps)
+    assert isinstance(info.value, lox.LoxError)
+    assert str(info.value) == message
+
+
+def test_a_bad_mask():
+    with pytest.raises(lox.LogTypeError, match=r"^`lox\.log` got `where` with shape \(2,\): "):
+        lox.log({"x": 1}, where=jnp.ones(2, bool))
+
+
+def test_nothing_is_logged_when_one_key_is_bad(capsys):
+    with pytest.raises(lox.LogTypeError, match="'bad'"):
+        lox.log({"good": 1, "bad": "text"})
+    assert capsys.readouterr().out == ""
+
+
+# --- what it takes ---
+
+
+def test_an_empty_log_is_no_event(capsys):
+    logs = lox.log({})
+    assert logs == {}
+    assert isinstance(logs, lox.logdict)
+    assert capsys.readouterr().out == ""
+    events = []
+    lox.tap(lambda: lox.log({}, step=1, tags="t"), events.append)()
+    assert events == []
+    _, logs = lox.spool(lambda: lox.log({}, step=1))()
+    assert logs == {}
+    assert logs.steps == {}
+
+
+def test_an_empty_log_compiles_to_nothing():
+    def f(x):
+        lox.log({}, step=x)
+        return x
+
+    assert "lox" not in str(jax.make_jaxpr(f)(1.0))
+
+
+class Point(NamedTuple):
+    x: float
+    y: float
+
+
+VALUES = [
+    (3, i32(3), "3"),
+    (2.5, f32(2.5), "2.5"),
+    (True, boolean(True), "True"),
+    (1j, np.asarray(1j, np.complex64), "1j"),
+    (np.float32(1.5), f32(1.5), "1.5"),
+    (np.int8(-3), np.int8(-3), "-3"),
+    (np.arange(3, dtype=np.uint8), np.arange(3, dtype=np.uint8), "[0, 1, 2]"),
+    (np.float16(0.5), np.float16(0.5), "0.5"),
+    (jnp.bfloat16(1.5), np.asarray(jnp.bfloat16(1.5)), "1.5"),
+    (jnp.ones((2, 2)), f32([[1, 1], [1, 1]]), "[[1.0, 1.0], [1.0, 1.0]]"),
+    (jnp.zeros((0, 3)), f32(np.zeros((0, 3))), "[]"),
+    ([1, 2.5], [i32(1), f32(2.5)], "[1, 2.5]"),
+    ({"a": (1, {"b": True})}, {"a": (i32(1), {"b": boolean(True)})}, "{'a': (1, {'b': True})}"),
+    (Point(1.0, 2.0), Point(f32(1), f32(2)), "Point(x=1.0, y=2.0)"),
+]
+
+
+@pytest.mark.parametrize(("value", "expected", "text"), VALUES)
+def test_values(capsys, value, expected, text):
+    def f():
+        return lox.log({"v": value})
+
+    returned = f()
+    assert capsys.readouterr().out == f"{{'v': {text}}}\n"
+    same(returned, {"v": expected})
+
+    returned = jax.jit(f)()
+    jax.effects_barrier()
+    assert capsys.readouterr().out == f"{{'v': {text}}}\n"
+    same(returned, {"v": expected})
+
+    for spooled in (lox.spool(f), jax.jit(lox.spool(f)), lox.spool(jax.jit(f))):
+        returned, logs = spooled()
+        same(returned, {"v": expected})
+        same(logs, {"v": expected})
+        assert str(logs) == f"{{'v': {text}}}"
+
+    events = []
+    lox.tap(f, events.append)()
+    lox.tap(jax.jit(f), events.append)()
+    for event in events:
+        same(event, {"v": expected})
+        assert all(isinstance(x, np.ndarray | np.generic) for x in jax.tree.leaves(event))
+    assert len(events) == 2
+
+
+@pytest.mark.parametrize(("value", "expected", "text"), VALUES)
+def test_values_in_a_loop(value, expected, text):
+    del text
+
+    def f():
+        def body(carry, _):
+            lox.log({"v": value})
+            return carry, None
+
+        return jax.lax.scan(body, 0, length=2)[0]
+
+    logs = lox.spool(f)()[1]
+    same(logs, {"v": jax.tree.map(lambda x: np.stack([x, x]), expected)})
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_prng_keys(wrap):
+    key = jax.random.key(7)
+
+    def f(key):
+        lox.log({"key": key})
+        return key
+
+    out, logs = lox.spool(wrap(f))(key)
+    assert logs["key"].dtype == key.dtype
+    assert logs["key"].shape == ()
+    same(jax.random.key_data(logs["key"]), jax.random.key_data(key))
+    same(jax.random.key_data(out), jax.random.key_data(key))
+
+
+def test_prng_keys_in_a_loop():
+    keys = jax.random.split(jax.random.key(7), 3)
+
+    def f(keys):
+        jax.lax.scan(lambda c, key: (c, lox.log({"key": key})["key"]), 0, keys)
+
+    _, logs = lox.spool(f)(keys)
+    same(jax.random.key_data(logs["key"]), jax.random.key_data(keys))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_prng_keys_can_be_printed_and_tapped(capsys, wrap):
+    def f(key):
+        lox.log({"key": key, "x": 1})
+
+    wrap(f)(jax.random.key(7))
+    jax.effects_barrier()
+    out = capsys.readouterr().out
+    assert out.startswith("{'key': ")
+    assert out.endswith(", 'x': 1}\n")
+    assert out.count("\n") == 1
+    events = []
+    lox.tap(wrap(f), events.append)(jax.random.key(7))
+    assert [list(e) for e in events] == [["key", "x"]]
+
+
+def test_a_mapping_that_is_no_dict():
+    import types
+
+    same(lox.log(types.MappingProxyType({"x": 1})), {"x": i32(1)})
+
+
+def test_several_keys_keep_their_order():
+    _, logs = lox.spool(lambda: lox.log({"z": 1, "a": 2, "m": 3}))()
+    assert list(logs) == ["z", "a", "m"]
+
+
+# --- the return value ---
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lox.tap, lox.nolog])
+def test_returns_the_event(transform):
+    def f(x):
+        return lox.log({"x": x, "y": {"z": 2 * x}}, prefix="p/", step=4, tags="t")
+
+    with lox.testing.capture():
+        logs = transform(f)(jnp.int32(1))
+    assert isinstance(logs, lox.logdict)
+    same(logs, {"p/x": i32(1), "p/y": {"z": i32(2)}})
+    same(logs.steps, {"step": {"p/x": i32(4), "p/y": i32(4)}})
+    assert logs.valid == {}
+
+
+# --- its options ---
+
+
+def test_prefix(capsys):
+    lox.log({"x": 1}, prefix="train/")
+    assert capsys.readouterr().out == "{'train/x': 1}\n"
+    _, logs = lox.spool(lambda: lox.log({"x": 1}, prefix="train/", step=2))()
+    same(logs, {"train/x": i32(1)})
+    same(logs.step, {"train/x": i32(2)})
+
+
+def test_steps_of_several_types():
+    _, logs = lox.spool(lambda: lox.log({"x": 1}, step=2, time=0.5, done=True))()
+    same(logs.steps, {"step": {"x": i32(2)}, "time": {"x": f32(0.5)}, "done": {"x": boolean(True)}})
+
+
+def test_an_event_without_the_step_of_another():
+    def f():
+        lox.log({"x": 1}, step=7)
+        lox.log({"x": 2}, time=0.5)
+        lox.log({"y": 3})
+
+    _, logs = lox.spool(f)()
+    same(logs, {"x": i32([1, 2]), "y": i32(3)})
+    same(logs.step, {"x": i32([7, -1])})
+    same(logs.time, {"x": f32([np.nan, 0.5])})
+
+
+def test_explicit_logs_appear_only_when_asked_for(capsys):
+    def f():
+        lox.log({"a": 1, "b": 2}, explicit=True, tags="debug")
+        lox.log({"c": 3})
+
+    f()
+    jax.jit(f)()
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "{'c': 3}\n{'c': 3}\n"
+    same(lox.spool(f)()[1], {"c": i32(3)})
+    same(lox.spool(f, argnames="a")()[1], {"a": i32(1)})
+    same(lox.spool(f, tags="debug")()[1], {"a": i32(1), "b": i32(2)})
+    lox.tap(f)()
+    assert capsys.readouterr().out == "{'c': 3}\n"
+    lox.tap(f, tags="debug")()
+    assert capsys.readouterr().out == "{'a': 1, 'b': 2}\n"
+    same(lox.spool(lox.nolog(f), tags="debug")()[1], {})
+
+
+@pytest.mark.parametrize("tags", ["t", ["t"], ("t", "u"), {"t"}])
+def test_tags(tags):
+    def f():
+        lox.log({"x": 1}, tags=tags)
+        lox.log({"y": 2})
+
+    same(lox.spool(f, tags="t")()[1], {"x": i32(1)})
+
+
+def test_where_outside_loops():
+    def f(x):
+        lox.log({"x": x}, where=x > 0, step=3)
+        return x
+
+    _, logs = lox.spool(f)(1.0)
+    same(logs, {"x": f32([1.0])})  # a key that may not happen has an event axis
+    same(logs.step, {"x": i32([3])})
+    _, logs = lox.spool(f)(-1.0)
+    same(logs, {"x": f32([])})
+    same(logs.step, {"x": i32([])})
+
+    _, logs = jax.jit(lox.spool(f))(-1.0)
+    same(logs, {"x": f32([np.nan])})
+    same(logs.valid, {"x": boolean([False])})
+    same(logs.step, {"x": i32([-1])})
+
+
+def test_where_in_a_loop():
+    def f(xs):
+        def body(c, x):
+            lox.log({"x": x}, where=x % 2 == 0)
+            return c, None
+
+        return jax.lax.scan(body, 0, xs)[0]
+
+    same(lox.spool(f)(jnp.arange(5))[1], {"x": i32([0, 2, 4])})
+    _, logs = jax.jit(lox.spool(f))(jnp.arange(5))
+    same(logs, {"x": i32([0, 0, 2, 0, 4])})
+    same(logs.valid, {"x": boolean([1, 0, 1, 0, 1])})
+    events = []
+    lox.tap(f, events.append)(jnp.arange(5))
+    assert [int(e["x"]) for e in events] == [0, 2, 4]
+    same(lox.spool(f, reduce="count")(jnp.arange(5))[1], {"x": i32(3)})
+    same(lox.spool(f, reduce="sum")(jnp.arange(5))[1], {"x": i32(6)})
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_where_and_the_default_sink(capsys, wrap):
+    f = wrap(lambda x: lox.log({"x": x}, where=x > 0)["x"])
+    f(1)
+    f(-1)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "{'x': 1}\n"
+
+
+def test_where_takes_python_bools(capsys):
+    lox.log({"x": 1}, where=False)
+    lox.log({"x": 2}, where=True)
+    assert capsys.readouterr().out == "{'x': 2}\n"
+
+
+# --- the default sink ---
+
+
+@pytest.fixture
+def compiled():
+    @jax.jit
+    def f(x):
+        lox.log({"x": x}, step=x)
+        return x
+
+    return f
+
+
+def test_compiled_functions_follow_the_sink(capsys, compiled):
+    def run(x):
+        compiled(x)
+        jax.effects_barrier()
+        return capsys.readouterr().out
+
+    assert run(1) == "{'x': 1}\n"
+    lox.config.sink = "off"
+    assert run(2) == ""
+    events = []
+    lox.config.sink = events.append
+    assert run(3) == ""
+    assert run(4) == ""
+    lox.config.sink = "console"
+    assert run(5) == "{'x': 5}\n"
+    assert [str(e) for e in events] == ["{'x': 3}", "{'x': 4}"]
+    same(events[0].step, {"x": i32(3)})
+    assert all(type(x) is np.ndarray or np.isscalar(x) for x in jax.tree.leaves(events))
+
+
+def test_eager_logs_follow_the_sink(capsys):
+    events = []
+    lox.config.sink = events.append
+    lox.log({"x": 1})
+    lox.config.sink = "off"
+    lox.log({"x": 2})
+    lox.config.sink = "console"
+    lox.log({"x": 3})
+    assert capsys.readouterr().out == "{'x': 3}\n"
+    assert [str(e) for e in events] == ["{'x': 1}"]
+
+
+@pytest.mark.parametrize("sink", ["consol", "", None, 1, True, ["console"]])
+def test_a_sink_that_does_not_exist(sink):
+    with pytest.raises(lox.OptionError) as info:
+        lox.config.sink = sink
+    assert str(info.value) == (
+        f"`lox.config.sink` is {sink!r}; choose 'console', 'off' or a function."
+    )
+    assert lox.config.sink == "console"
+
+
+def test_a_setting_that_does_not_exist():
+    with pytest.raises(lox.OptionError) as info:
+        lox.config.sinc = "off"
+    assert str(info.value) == "`lox.config` has no setting 'sinc'; it has 'sink'."
+
+
+@pytest.mark.parametrize("transform", [lox.spool, lox.tap])
+def test_inside_spool_and_tap_the_sink_is_silent_for_every_log(capsys, transform):
+    def f(x):
+        lox.log({"x": x})
+        lox.log({"e": x}, explicit=True)
+        return x
+
+    for g in (f, jax.jit(f)):
+        transform(g, argnames="nothing")(1)
+        jax.jit(transform(g, argnames="nothing"))(1)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_loop_prints_in_order(capsys):
+    @jax.jit
+    def f():
+        jax.lax.fori_loop(0, 50, lambda i, c: (lox.log({"i": i}), c)[1], 0)
+
+    f()
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "".join(f"{{'i': {i}}}\n" for i in range(50))
+
+
+OFF = """
+import jax, lox
+f = jax.jit(lambda x: (lox.log({"x": x}), x * 2)[1])
+g = jax.jit(lambda x: x * 2)
+assert lox.config.sink == "off"
+text = lambda f: f.lower(1.0).as_text().replace("__lambda_", "_lambda_")
+assert text(f) == text(g), text(f)
+assert f(1.0) == 2.0
+lox.log({"eager": 1})
+y, logs = lox.spool(f)(1.0)
+print(y, logs)
+lox.tap(f)(1.0)
+"""
+
+
+def test_sink_off_in_the_environment_compiles_no_callback_in():
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", OFF],
+        env={**os.environ, "LOX_SINK": "off"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2.0 {'x': 1.0}\n{'x': 1.0}\n"
+
+
+def test_a_sink_in_the_environment_that_does_not_exist():
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", "import lox"],
+        env={**os.environ, "LOX_SINK": "of"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "OptionError" in done.stderr
+    assert "'of'" in done.stderr
+
+
+def test_import_is_light():
+    code = "import sys, lox; print([m for m in ('pandas', 'wandb', 'neptune') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
