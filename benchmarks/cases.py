@@ -109,9 +109,9 @@ def dispatch() -> Iterator[Row]:
     spooled = lox.spool(logged)
     again = lambda: lox.spool(logged)(x, i)  # noqa: E731
     hand = lambda: by_hand(x, i)  # noqa: E731
-    options = {"unit": "us", "goal": 2.0, "number": 1000}
-    yield compare("spool, dispatch: made once", lambda: spooled(x, i), hand, **options)
-    yield compare("spool, dispatch: made at every call", again, hand, **options)
+    options = {"unit": "us", "number": 1000}
+    yield compare("spool, dispatch", lambda: spooled(x, i), hand, goal=2.0, **options)
+    yield compare("spool, dispatch: spooled anew each time", again, hand, **options)
 
 
 # --- tap -----------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def tap() -> Iterator[Row]:
         return call
 
     tapped = counted(lox.tap(jax.jit(logged), seen.append))
-    for name, ordered in ("debug.callback", False), ("debug.callback(ordered=True)", True):
+    for name, ordered in ("debug.callback", False), ("debug.callback ordered", True):
         options = {"unit": "us", "count": events, "seconds": 8}
         yield compare(f"tap, per event: {name}", tapped, counted(by_hand(ordered)), **options)
 

@@ -21,7 +21,7 @@ from jax.extend.core import primitives
 from jax.interpreters import batching
 
 from lox import _compat
-from lox._engine import Handler, Run, Transformed, interpret, types_of
+from lox._engine import Handler, Run, Transformed, interpret, types_of, without_unwanted
 from lox._event import Event, Meta
 from lox._lanes import Laned
 from lox._primitive import bind
@@ -207,6 +207,7 @@ def _vmap(axis_data: Any, fun: Any, dims: Any) -> Any:
 
 def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
     rule = functools.partial(_batch_cond, axis_data, **params)
+    branches = tuple(without_unwanted(branches))
     if dims[0] is None or not any(map(_compat.has_logs, branches)):
         return rule(args, dims, branches=branches)
     types = _compat.in_avals(branches[0])
@@ -249,6 +250,7 @@ def _while_rule(
     axis_data: Any, args: Any, dims: Any, *, cond_nconsts: int, cond_jaxpr: Any, body_nconsts: int, body_jaxpr: Any
 ) -> Any:
     rule = functools.partial(_batch_while, axis_data)
+    cond_jaxpr, body_jaxpr = without_unwanted([cond_jaxpr, body_jaxpr])
     counts = dict(cond_nconsts=cond_nconsts, body_nconsts=body_nconsts)
     plain = functools.partial(rule, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)
     if not (_compat.has_logs(cond_jaxpr) or _compat.has_logs(body_jaxpr)):

@@ -231,6 +231,19 @@ def _unknown_names(jaxpr: Any, n_in: int, n_out: int) -> Any:
     return info._replace(arg_names=("",) * n_in, result_paths=("",) * n_out)
 
 
+def without_dead_code(closed: Any, avals: list[Any]) -> Any:
+    """A jaxpr that computes and holds only what its results need: no constants or operands that nothing reads."""
+    jaxpr, consts = without_consts(closed)
+    live, used = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    consts_used, args_used = used[: len(consts)], used[len(consts) :]
+    kept = [x for x, u in zip(consts, consts_used, strict=True) if u]
+
+    def fun(*args: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(live, [], *kept, *[x for x, u in zip(args, args_used, strict=True) if u])
+
+    return make_jaxpr(fun, avals)
+
+
 def eval_equation(jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
     """Evaluate one equation on other arguments than its own."""
     ins = [Var(jax.typeof(x)) for x in args]

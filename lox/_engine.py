@@ -250,8 +250,9 @@ def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], k
         return out
 
     given = [leaves[n] for n in traced]
-    jaxpr = _compat.make_jaxpr(flat, types_of(given))
-    return jax.tree.unflatten(box[0], interpret(Run(handler, ()), jaxpr, given))
+    jaxpr = _compat.make_jaxpr(lambda *xs: run_function(handler, flat, xs, {})[0], types_of(given))
+    jaxpr = _compat.without_dead_code(jaxpr, types_of(given))
+    return jax.tree.unflatten(box[0], _compat.jaxpr_as_fun(jaxpr)(*given))
 
 
 def run_function(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Run]:
@@ -375,6 +376,16 @@ def logged_keys(jaxpr: Any) -> set[str]:
     return keys
 
 
+def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:
+    """The same jaxprs without their logs, if the trace around is about to drop every one of them."""
+    trace = _compat.current_trace()
+    if isinstance(trace, LogTrace) and trace.run.handler.in_place:
+        handler = trace.run.handler
+        if not any(_wants_any(handler, jaxpr) for jaxpr in jaxprs):
+            return [transformed(Run(handler, ()), jaxpr, ()).jaxpr for jaxpr in jaxprs]
+    return jaxprs
+
+
 class Transformed:
     """A jaxpr whose logs have become arguments and results: `(*state, *args) -> (*outs, *state, *piece)`."""
 
@@ -390,7 +401,10 @@ class Transformed:
             self.struct, self.piece = types_of(run.state), types_of(piece)
             return [*outs, *state_out, *jax.tree.leaves(piece)]
 
-        self.jaxpr = _compat.make_jaxpr(flat, [*types_of(leaves), *_compat.in_avals(jaxpr)])
+        types = [*types_of(leaves), *_compat.in_avals(jaxpr)]
+        self.jaxpr = _compat.make_jaxpr(flat, types)
+        if handler.in_place:
+            self.jaxpr = _compat.without_dead_code(self.jaxpr, types)
         self.grown = _signature(self.struct) != _signature(types_of(state))
         self.extra = len(jax.tree.leaves(self.struct)) + len(jax.tree.leaves(self.piece))
 

@@ -61,6 +61,17 @@ def _inline(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -
     return interpret(run, jaxpr, args)
 
 
+def _custom_vmap(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    if not run.handler.in_place:
+        # Batched from outside, the function is mapped like any other: the rule knows nothing of the logs.
+        return _inline(run, primitive, params, args)
+
+    def rule(*xs: Any, **kwargs: Any) -> Any:
+        return run_function(run.handler, params["rule"], xs, kwargs)[0]
+
+    return primitive.bind(*args, **dict(params, call=transformed(run, params["call"], run.state).jaxpr, rule=rule))
+
+
 # --- loops ---------------------------------------------------------------------------------------
 
 
@@ -401,6 +412,7 @@ RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "custom_vmap_call": _custom_vmap,
     "custom_linear_solve": _linear_solve,
     "call_hi_primitive": _high,
     "shard_map": _shard_map,
@@ -409,7 +421,6 @@ RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
             "closed_call",
             "core_call",
             "eval_jaxpr",
-            "custom_vmap_call",
             "xla_metadata_call",
             "scheduling_group",
             "custom_partitioning",

@@ -83,6 +83,8 @@ class Generator:
             prefix = f"m{self.maps}/"
             self.maps += 1
         now = inside | {{"linearize": "grad"}.get(kind, kind)} if kind in ("grad", "linearize", "jvp") else inside
+        if kind == "linearize":
+            now = now | {"jvp"}
         now = now | {"map"} if kind in ("vmap", "shard_map") else now
         now = now | {"loop"} if kind in ("scan", "fori", "while") else now
         now = now | {"branch"} if kind in ("cond", "switch") else now
@@ -272,7 +274,7 @@ def _value(key: str, x: Any, xp: Any) -> Any:
     if kind == "int":
         return xp.asarray(x, xp.float32).astype(xp.int32)
     if kind == "vector":
-        return x * xp.asarray([1.0, 2.0, 3.0], xp.float32)
+        return xp.stack([x, 2 * x, 3 * x])
     if kind == "tree":
         return {"p": x + 0.0, "q": (2 * x,)}
     return x

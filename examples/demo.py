@@ -1,0 +1,148 @@
+"""Train eight small networks at once, and see what they do: `make demo`.
+
+The training is plain JAX: eight seeds under `vmap`, a loop of steps inside a loop of rounds, all of
+it compiled. Metrics are logged where they are known and passed through nothing. The same function
+is then run three ways: with its logs returned, with its logs streamed, and with none.
+"""
+
+import jax
+import jax.numpy as jnp
+import lox
+import numpy as np
+
+SEEDS, ROUNDS, STEPS, BATCH = 8, 10, 100, 64
+
+
+# --- The training: two intertwined spirals, to be told apart by a network of 32 × 32 units -------
+
+
+def spirals(key, n):
+    label_key, turn_key, noise_key = jax.random.split(key, 3)
+    label = jax.random.bernoulli(label_key, shape=(n,)).astype(jnp.int32)
+    turn = 0.25 + 1.5 * jax.random.uniform(turn_key, (n,))
+    angle = 2 * jnp.pi * (turn + label / 2)
+    x = turn[:, None] * jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1)
+    return x + 0.1 * jax.random.normal(noise_key, (n, 2)), label
+
+
+def init(key):
+    sizes = (2, 32, 32, 2)
+    keys = jax.random.split(key, len(sizes) - 1)
+    return [
+        (jax.random.normal(k, (i, o)) * (2 / i) ** 0.5, jnp.zeros(o))
+        for k, i, o in zip(keys, sizes[:-1], sizes[1:], strict=True)
+    ]
+
+
+def forward(params, x):
+    for w, b in params[:-1]:
+        x = jax.nn.relu(x @ w + b)
+    w, b = params[-1]
+    return x @ w + b
+
+
+def loss(params, batch, step):
+    x, label = batch
+    logits = forward(params, x)
+    value = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, None], 1))
+    accuracy = jnp.mean(jnp.argmax(logits, -1) == label)
+    lox.log({"loss": value, "accuracy": accuracy}, step=step)
+    return value
+
+
+def train(key):
+    """Train one network with SGD, from its seed."""
+    init_key, data_key, test_key = jax.random.split(key, 3)
+    params = init(init_key)
+    test_x, test_label = spirals(test_key, 500)
+
+    def train_step(params, step):
+        batch = spirals(jax.random.fold_in(data_key, step), BATCH)
+        grads = jax.grad(loss)(params, batch, step)
+        lox.log({"grad_norm": jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))})
+        return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), None
+
+    def train_round(params, number):
+        params, _ = jax.lax.scan(train_step, params, number * STEPS + jnp.arange(STEPS))
+        accuracy = jnp.mean(jnp.argmax(forward(params, test_x), -1) == test_label)
+        lox.log({"test/accuracy": accuracy}, step=(number + 1) * STEPS)
+        return params, None
+
+    return jax.lax.scan(train_round, params, jnp.arange(ROUNDS))[0]
+
+
+train_all = jax.vmap(train)
+
+
+# --- What becomes of the logs --------------------------------------------------------------------
+
+
+def title(text):
+    print(f"\n{text}\n{'-' * len(text)}")
+
+
+def curve(values, width=20):
+    """Values as a line of bars, each the mean of a stretch of them."""
+    heights = np.array([part.mean() for part in np.array_split(np.asarray(values), width)])
+    scaled = (heights - heights.min()) / max(np.ptp(heights), 1e-9)
+    return "".join("▁▂▃▄▅▆▇█"[int(7 * h)] for h in scaled)
+
+
+def return_logs(keys):
+    title("spool: the logs come back beside the result")
+    params, logs = jax.jit(lox.spool(train_all))(keys)
+    for key in logs:
+        print(f"{key:<14} {logs[key].shape[0]:>5} events × {logs[key].shape[1]} seeds")
+
+    print(f"\n{'seed':>4} {'loss':>7} {'accuracy':>9} {'|grad|':>7} {'test':>6}   loss curve")
+    names = ["loss", "accuracy", "grad_norm", "test/accuracy"]
+    table = []
+    for seed in range(SEEDS):
+        one = logs.lane(seed)
+        # The mean of the last round, but the last event itself of what is logged once a round.
+        final = one.filter(names[:3]).slice[-STEPS:].reduce("mean")
+        final |= one.filter("test/*").reduce("last")
+        table.append([float(final[name]) for name in names])
+        print("{:>4} {:7.3f} {:9.3f} {:7.3f} {:6.3f}".format(seed, *table[-1]), "", curve(one["loss"]))
+    mean, std = np.mean(table, 0), np.std(table, 0)
+    print("mean {:7.3f} {:9.3f} {:7.3f} {:6.3f}".format(*mean))
+    print(" +/- {:7.3f} {:9.3f} {:7.3f} {:6.3f}".format(*std))
+    return params
+
+
+def stream_logs(keys):
+    title("tap: the logs arrive while the training runs, all seeds in one call")
+
+    def show(logs):
+        accuracy = logs["test/accuracy"]
+        print(
+            f"step {logs.step['test/accuracy']:>5}   test accuracy {accuracy.mean():.3f}"
+            f" +/- {accuracy.std():.3f}   worst seed {accuracy.argmin()}: {accuracy.min():.3f}",
+            flush=True,
+        )
+
+    # The steps log too; what is wanted here is the one log of the outer loop.
+    lox.tap(jax.jit(train_all), show, argnames="test/*")(keys)
+
+
+def remove_logs(keys, params):
+    title("nolog: the logs are gone, and so is their cost")
+    silent = jax.jit(lox.nolog(train_all))
+    for name, function in ("with logs", jax.jit(train_all)), ("nolog", silent):
+        calls = function.lower(keys).as_text().count("callback")
+        print(f"{name:<10} {calls} calls from the compiled program to Python")
+    pairs = zip(jax.tree.leaves(silent(keys)), jax.tree.leaves(params), strict=True)
+    difference = max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs)
+    print(f"largest difference to the parameters that spool gave: {difference:g}")
+
+
+def main():
+    keys = jax.random.split(jax.random.key(0), SEEDS)
+    print(f"{SEEDS} seeds × {ROUNDS * STEPS} steps on {jax.devices()[0].platform}, JAX {jax.__version__}")
+    params = return_logs(keys)
+    stream_logs(keys)
+    remove_logs(keys, params)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,694 @@
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import boolean, f32, i32, same
+
+import lox
+
+
+def tagged(x):
+    lox.log({"train/loss": x, "train/acc": x + 1}, tags="metric")
+    lox.log({"test/loss": x + 2}, tags=["metric", "slow"])
+    lox.log({"norm": x + 3}, prefix="debug/", tags={"slow"})
+    lox.log({"lr": x + 4})
+    return x
+
+
+def scanned(xs):
+    def body(i, x):
+        lox.log({"x": x}, step=i)
+        return i + 1, None
+
+    return jax.lax.scan(body, 0, xs)[0]
+
+
+def count_to(n):
+    def body(i):
+        lox.log({"i": i}, step=10 * i)
+        return i + 1
+
+    return jax.lax.while_loop(lambda i: i < n, body, 0)
+
+
+def spooled_keys(fun, **options):
+    return list(lox.spool(fun, **options)(0)[1])
+
+
+def tapped_keys(fun, **options):
+    keys = []
+    lox.tap(fun, lambda logs: keys.extend(logs), **options)(0)
+    return keys
+
+
+def kept_keys(fun, **options):
+    return list(lox.spool(lox.keep(fun, **options))(0)[1])
+
+
+def removed_keys(fun, **options):
+    gone = list(lox.spool(lox.nolog(fun, **options))(0)[1])
+    return [k for k in ALL if k not in gone]
+
+
+ALL = ["train/loss", "train/acc", "test/loss", "debug/norm", "lr"]
+
+# --- argnames and tags ---
+
+
+@pytest.mark.parametrize("keys_of", [spooled_keys, tapped_keys, kept_keys, removed_keys])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ALL),
+        ({"argnames": None, "tags": None}, ALL),
+        ({"argnames": "lr"}, ["lr"]),
+        ({"argnames": ["lr", "train/acc"]}, ["train/acc", "lr"]),
+        ({"argnames": ("lr",)}, ["lr"]),
+        ({"argnames": {"lr"}}, ["lr"]),
+        ({"argnames": "train/*"}, ["train/loss", "train/acc"]),
+        ({"argnames": ["*loss", "l?"]}, ["train/loss", "test/loss", "lr"]),
+        ({"argnames": "t[er]*"}, ["train/loss", "train/acc", "test/loss"]),
+        ({"argnames": "debug/norm"}, ["debug/norm"]),  # the log's own prefix is part of the key
+        ({"argnames": "norm"}, []),
+        ({"argnames": "loss"}, []),
+        ({"argnames": []}, []),
+        ({"argnames": "LR"}, []),
+        ({"tags": "metric"}, ["train/loss", "train/acc", "test/loss"]),
+        ({"tags": ["slow"]}, ["test/loss", "debug/norm"]),
+        ({"tags": ["slow", "metric"]}, ["train/loss", "train/acc", "test/loss", "debug/norm"]),
+        ({"tags": []}, []),
+        ({"tags": "me"}, []),
+        ({"argnames": "*loss", "tags": "slow"}, ["test/loss"]),
+        ({"argnames": "lr", "tags": "slow"}, []),
+        ({"argnames": [], "tags": "slow"}, []),
+    ],
+)
+def test_selection(capsys, keys_of, wrap, options, expected):
+    assert keys_of(wrap(tagged), **options) == expected
+    assert capsys.readouterr().out == ""
+
+
+def test_selection_of_some_keys_of_one_event():
+    events = []
+    lox.tap(tagged, events.append, argnames="*loss")(0)
+    assert [list(e) for e in events] == [["train/loss"], ["test/loss"]]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_nolog_leaves_the_rest_to_the_sink(capsys, wrap):
+    wrap(lox.nolog(tagged, tags="metric"))(0)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "{'debug/norm': 3}\n{'lr': 4}\n"
+    wrap(lox.keep(tagged, argnames="*loss"))(0)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "{'train/loss': 0}\n{'test/loss': 2}\n"
+    wrap(lox.nolog(tagged))(0)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == ""
+
+
+def test_keep_of_nothing_lowers_to_the_same_program():
+    def without(x):
+        return x
+
+    def lowered(f):
+        return jax.jit(f).lower(0).as_text().replace("tagged", "without")
+
+    assert lowered(lox.nolog(tagged)) == lowered(without)
+    assert lowered(lox.keep(tagged, [])) == lowered(without)
+
+
+# --- prefix ---
+
+
+def test_prefix():
+    _, logs = lox.spool(scanned, prefix="run/", argnames="x")(jnp.arange(2))
+    same(logs, {"run/x": i32([0, 1])})
+    same(logs.step, {"run/x": i32([0, 1])})
+    assert lox.spool(scanned, prefix="run/", argnames="run/x")(jnp.arange(2))[1] == {}
+    events = []
+    lox.tap(scanned, events.append, prefix="run/")(jnp.arange(2))
+    assert [str(e) for e in events] == ["{'run/x': 0}", "{'run/x': 1}"]
+    same(events[1].step, {"run/x": i32(1)})
+
+
+def test_prefix_of_a_tap_is_its_own():
+    _, logs = lox.spool(lox.tap(scanned, lambda logs: None, prefix="run/"))(jnp.arange(2))
+    same(logs, {"x": i32([0, 1])})
+
+
+def test_prefix_with_other_options():
+    _, logs = lox.spool(count_to, prefix="p/", capacity=2)(2)
+    same(logs, {"p/i": i32([0, 1])})
+    same(logs.dropped, {"p/i": i32(0)})
+    _, logs = lox.spool(count_to, prefix="p/", reduce={"i": "sum"})(3)
+    same(logs, {"p/i": i32(3)})
+
+
+# --- interval ---
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 5, 10, np.int64(2)])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, **o: lox.spool(f, **o),
+        lambda f, **o: jax.jit(lox.spool(f, **o)),
+        lambda f, **o: lox.spool(jax.jit(f), **o),
+    ],
+    ids=["spool", "jit-spool", "spool-jit"],
+)
+def test_interval(transform, interval):
+    _, logs = transform(scanned, interval=interval)(jnp.arange(5))
+    same(logs, {"x": i32(np.arange(5)[::interval])})
+    same(logs.step, {"x": i32(np.arange(5)[::interval])})
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_interval_of_tap(wrap, interval):
+    events = []
+    lox.tap(wrap(scanned), events.append, interval=interval)(jnp.arange(5))
+    assert [int(e["x"]) for e in events] == list(range(0, 5, interval))
+
+
+def test_interval_counts_each_key_across_call_sites():
+    def f(xs):
+        lox.log({"x": -2})
+        lox.log({"x": -1, "y": 0})
+        scanned(xs)
+        lox.log({"x": 100, "y": 1})
+
+    _, logs = lox.spool(f, interval=2)(jnp.arange(4))
+    same(logs, {"x": i32([-2, 0, 2, 100]), "y": i32([0])})
+    events = []
+    lox.tap(f, events.append, interval=2)(jnp.arange(4))
+    assert [str(e) for e in events] == [
+        "{'x': -2}",
+        "{'y': 0}",
+        "{'x': 0}",
+        "{'x': 2}",
+        "{'x': 100}",
+    ]
+
+
+def test_interval_in_nested_loops():
+    def f(xs):
+        return jax.lax.scan(lambda c, row: (c, scanned(row)), 0, xs)[0]
+
+    _, logs = lox.spool(f, interval=2)(jnp.arange(9).reshape(3, 3))
+    same(logs, {"x": i32([0, 2, 4, 6, 8])})
+
+
+def test_interval_of_a_single_event():
+    _, logs = lox.spool(lambda: lox.log({"x": 1})["x"], interval=3)()
+    same(logs, {"x": i32(1)})
+
+
+def test_interval_counts_what_happened():
+    def f(xs):
+        def body(c, x):
+            lox.log({"x": x}, where=x > 0)
+            return c, None
+
+        jax.lax.scan(body, 0, xs)
+
+    same(lox.spool(f, interval=2)(i32([-1, 1, -1, -1, 2, 3]))[1], {"x": i32([1, 3])})
+
+
+def test_interval_with_reduce():
+    _, logs = lox.spool(scanned, interval=2, reduce="sum")(jnp.arange(5))
+    same(logs, {"x": i32(6)})
+    same(logs.step, {"x": i32(4)})
+    same(lox.spool(count_to, interval=2, reduce="sum")(5)[1], {"i": i32(6)})
+
+
+def test_interval_with_capacity():
+    _, logs = lox.spool(count_to, interval=2, capacity=3)(6)
+    same(logs, {"i": i32([0, 2, 4])})
+    same(logs.step, {"i": i32([0, 20, 40])})
+    same(logs.dropped, {"i": i32(0)})
+
+
+# --- reduce ---
+
+
+def own(xs):
+    def body(c, x):
+        lox.log({"a": x, "b": x}, reduce={"a": "max"})
+        return c, None
+
+    jax.lax.scan(body, 0, xs)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "a", "b"),
+    [
+        (None, f32(4), f32([1, 1, 4])),
+        ("sum", f32(4), f32(6)),  # the log's own wins over one for all
+        ({"a": "min"}, f32(1), f32([1, 1, 4])),  # and loses against one for the key
+        ({"b": "mean"}, f32(4), f32(2)),
+        ({"a": "append", "b": "append"}, f32([1, 1, 4]), f32([1, 1, 4])),
+        ("append", f32(4), f32([1, 1, 4])),
+        ({}, f32(4), f32([1, 1, 4])),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_reduce_precedence(wrap, reduce, a, b):
+    same(lox.spool(wrap(own), reduce=reduce)(f32([1, 1, 4]))[1], {"a": a, "b": b})
+
+
+def test_reduce_outside_loops():
+    def f():
+        lox.log({"x": 1.0}, step=3)
+        lox.log({"x": 2.0}, step=5)
+        lox.log({"y": 7.0})
+
+    _, logs = lox.spool(f, reduce="mean")()
+    same(logs, {"x": f32(1.5), "y": f32(7)})
+    same(logs.step, {"x": i32(5)})
+
+
+def test_reduce_of_trees():
+    def f(xs):
+        jax.lax.scan(lambda c, x: (c, lox.log({"t": {"a": x, "b": (2 * x,)}})["t"]), 0, xs)
+
+    _, logs = lox.spool(f, reduce="sum")(f32([1, 2]))
+    same(logs, {"t": {"a": f32(3), "b": (f32(6),)}})
+    same(lox.spool(f, reduce="count")(f32([1, 2]))[1], {"t": i32(2)})
+
+
+def test_reduce_across_loops_and_branches():
+    def f(n):
+        lox.log({"i": 100})
+        count_to(n)
+        jax.lax.cond(n > 2, lambda: lox.log({"i": n})["i"], lambda: n)
+        return n
+
+    same(lox.spool(f, reduce="sum")(3)[1], {"i": i32(106)})
+    same(lox.spool(f, reduce="sum")(2)[1], {"i": i32(101)})
+    same(lox.spool(f, reduce="count")(2)[1], {"i": i32(3)})
+
+
+def test_reduce_per_lane():
+    xs = f32([[1, 2], [3, 5]])
+    same(lox.spool(jax.vmap(scanned), reduce="mean")(xs)[1], {"x": f32([1.5, 4])})
+    same(jax.vmap(lox.spool(scanned, reduce="mean"))(xs)[1], {"x": f32([1.5, 4])})
+    ends = jnp.array([2, 4])
+    same(lox.spool(jax.vmap(count_to), reduce="sum")(ends)[1], {"i": i32([1, 6])})
+    same(jax.vmap(lox.spool(count_to, reduce="sum"))(ends)[1], {"i": i32([1, 6])})
+
+
+def test_reduce_is_compensated():
+    xs = np.full(100_000, 0.1, np.float32)
+    _, logs = lox.spool(scanned, reduce="mean")(xs)
+    np.testing.assert_allclose(logs["x"], np.float32(0.1), rtol=1e-7)
+    _, logs = lox.spool(scanned, reduce="sum")(xs)
+    np.testing.assert_allclose(logs["x"], xs.astype(np.float64).sum(), rtol=1e-7)
+
+
+def test_a_reduction_of_ones_own():
+    product = lox.Reduction(jnp.ones_like, lambda state, x: state * x, lambda state: -state)
+    same(lox.spool(scanned, reduce=product)(f32([2, 3]))[1], {"x": f32(-6)})
+    same(lox.spool(jax.vmap(scanned), reduce={"x": product})(f32([[2, 3], [1, 1]]))[1],
+         {"x": f32([-6, -1])})  # fmt: skip
+    same(lox.spool(count_to, reduce=product)(1)[1], {"i": i32(0)})
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_reduce_of_tap_sends_one_event_per_key_at_the_end(wrap):
+    events = []
+    y = lox.tap(wrap(scanned), events.append, reduce="mean")(f32([1, 2, 6]))
+    same(y, i32(3))
+    assert len(events) == 1
+    same(events[0], {"x": f32(3)})
+    same(events[0].step, {"x": i32(2)})
+
+
+def test_reduce_over_no_events():
+    _, logs = lox.spool(count_to, reduce="mean")(0)
+    same(logs, {"i": f32(np.nan)})
+    same(logs.valid, {"i": boolean(False)})
+    same(logs.step, {"i": i32(-1)})
+    _, logs = lox.spool(count_to, reduce="last")(0)
+    same(logs, {"i": i32(0)})
+    same(logs.valid, {"i": boolean(False)})
+
+
+# --- capacity ---
+
+
+@pytest.mark.parametrize("capacity", [3, 5, {"i": 4}, np.int64(3)])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_capacity(wrap, capacity):
+    y, logs = lox.spool(wrap(count_to), capacity=capacity)(3)
+    same(y, i32(3))
+    same(logs, {"i": i32([0, 1, 2])})
+    same(logs.step, {"i": i32([0, 10, 20])})
+    same(logs.dropped, {"i": i32(0)})
+    assert logs.valid == {}
+
+
+def test_capacity_under_jit_is_padded():
+    _, logs = jax.jit(lox.spool(count_to, capacity=4))(2)
+    same(logs, {"i": i32([0, 1, 0, 0])})
+    same(logs.step, {"i": i32([0, 10, -1, -1])})
+    same(logs.valid, {"i": boolean([1, 1, 0, 0])})
+    same(logs.dropped, {"i": i32(0)})
+    logs = logs.compact()
+    same(logs, {"i": i32([0, 1])})
+    same(logs.step, {"i": i32([0, 10])})
+
+
+def test_capacity_for_no_events():
+    _, logs = lox.spool(count_to, capacity=4)(0)
+    same(logs, {"i": i32([])})
+    same(logs.step, {"i": i32([])})
+
+
+def test_capacity_is_for_all_events_of_a_key():
+    def f(n):
+        lox.log({"i": -1, "once": 7})
+        count_to(n)
+        lox.log({"i": 100})
+        count_to(n)
+
+    same(lox.spool(f, capacity=6)(2)[1], {"i": i32([-1, 0, 1, 100, 0, 1]), "once": i32(7)})
+    with pytest.warns(lox.LoxWarning, match="2 were dropped"):
+        _, logs = lox.spool(f, capacity=4)(2)
+    same(logs, {"i": i32([-1, 0, 1, 100]), "once": i32(7)})
+    same(logs.dropped, {"i": i32(2)})
+
+
+def test_capacity_leaves_other_keys_alone():
+    def f(xs):
+        scanned(xs)
+        count_to(2)
+
+    _, logs = lox.spool(f, capacity=2)(jnp.arange(5))
+    same(logs, {"x": i32([0, 1, 2, 3, 4]), "i": i32([0, 1])})
+    same(logs.dropped, {"i": i32(0)})
+
+
+def test_capacity_for_another_key_is_none():
+    with pytest.raises(lox.SpoolError, match="cannot return 'i': it is logged inside `while_loop`"):
+        lox.spool(count_to, capacity={"x": 4})(3)
+
+
+WARNING = (
+    "'i' had more events than its capacity: 3 were dropped. "
+    "Raise `capacity`, or use `reduce` or `tap`."
+)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_overflow_warns_at_once_when_called_eagerly(wrap):
+    with pytest.warns(lox.LoxWarning) as record:
+        y, logs = lox.spool(wrap(count_to), capacity=2)(5)
+    assert [str(w.message) for w in record] == [WARNING]
+    assert record[0].filename == __file__
+    same(y, i32(5))
+    same(logs, {"i": i32([0, 1])})
+    same(logs.dropped, {"i": i32(3)})
+
+
+def test_overflow_warns_from_compact_under_jit():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, logs = jax.jit(lox.spool(count_to, capacity=2))(5)
+        jax.block_until_ready(logs)
+        str(logs)
+    same(logs, {"i": i32([0, 1])})
+    same(logs.dropped, {"i": i32(3)})
+    with pytest.warns(lox.LoxWarning) as record:
+        logs = logs.compact()
+    assert [str(w.message) for w in record] == [WARNING]
+    assert record[0].filename == __file__
+    same(logs, {"i": i32([0, 1])})
+    same(logs.dropped, {"i": i32(3)})
+
+
+def test_capacity_per_lane():
+    ends = jnp.array([1, 3])
+    _, logs = jax.vmap(lox.spool(count_to, capacity=4))(ends)
+    same(logs, {"i": i32([[0, 0, 0, 0], [0, 1, 2, 0]])})
+    same(logs.valid, {"i": boolean([[1, 0, 0, 0], [1, 1, 1, 0]])})
+    same(logs.lane(0), {"i": i32([0])})
+    same(logs.lane(1), {"i": i32([0, 1, 2])})
+    _, logs = lox.spool(jax.vmap(count_to), capacity=4)(ends)
+    same(logs.valid, {"i": boolean([[1, 1], [0, 1], [0, 1]])})
+    same(logs.lane(0), {"i": i32([0])})
+    same(logs.lane(1), {"i": i32([0, 1, 2])})
+    same(logs.lane(1).step, {"i": i32([0, 10, 20])})
+
+
+def test_append_in_a_while_loop_needs_capacity():
+    with pytest.raises(lox.SpoolError, match="'i'"):
+        lox.spool(count_to, reduce="append")(3)
+    same(lox.spool(count_to, reduce="append", capacity=5)(3)[1], {"i": i32([0, 1, 2])})
+
+
+# --- keep_logs, and logs that flow on ---
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_keep_logs(capsys, wrap):
+    inner = wrap(lox.spool(wrap(scanned), keep_logs=True))
+    (_, one), two = lox.spool(inner)(jnp.arange(3))
+    same(one, {"x": i32([0, 1, 2])})
+    same(two, {"x": i32([0, 1, 2])})
+    same(two.step, {"x": i32([0, 1, 2])})
+
+    events = []
+    _, logs = lox.tap(inner, events.append)(jnp.arange(3))
+    same(logs, {"x": i32([0, 1, 2])})
+    assert [str(e) for e in events] == ["{'x': 0}", "{'x': 1}", "{'x': 2}"]
+
+    inner(jnp.arange(3))
+    jax.effects_barrier()
+    assert capsys.readouterr().out == ""  # seen by spool: not for the console
+
+
+def test_keep_logs_keeps_what_was_not_selected():
+    (_, one), two = lox.spool(lox.spool(tagged, argnames="lr", keep_logs=True))(0)
+    same(one, {"lr": i32(4)})
+    assert list(two) == ALL
+
+
+def test_keep_logs_keeps_tags_and_reductions():
+    (_, one), two = lox.spool(lox.spool(own, keep_logs=True))(f32([1, 1, 4]))
+    same(one, {"a": f32(4), "b": f32([1, 1, 4])})
+    same(two, one)
+    (_, _), tags = lox.spool(lox.spool(tagged, keep_logs=True), tags="slow")(0)
+    assert list(tags) == ["test/loss", "debug/norm"]
+
+
+def test_spool_consumes_all_logs():
+    def f(x):
+        y, logs = lox.spool(tagged, argnames="lr")(x)
+        lox.log({"after": y})
+        return logs
+
+    inner, outer = lox.spool(f)(0)
+    same(inner, {"lr": i32(4)})
+    same(outer, {"after": i32(0)})
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_tap_lets_logs_flow_on(capsys, wrap):
+    inner, outer = [], []
+    tapped = wrap(lox.tap(wrap(scanned), inner.append))
+    _, logs = lox.spool(lox.tap(tapped, outer.append, argnames="x"))(jnp.arange(2))
+    jax.effects_barrier()
+    same(logs, {"x": i32([0, 1])})
+    assert [str(e) for e in inner] == ["{'x': 0}", "{'x': 1}"]
+    assert [str(e) for e in outer] == ["{'x': 0}", "{'x': 1}"]
+    assert capsys.readouterr().out == ""
+
+
+def test_tap_outside_spool_gets_nothing():
+    events = []
+    _, logs = lox.tap(lox.spool(scanned), events.append)(jnp.arange(2))
+    assert events == []
+    same(logs, {"x": i32([0, 1])})
+
+
+def test_nolog_wins_over_what_is_outside():
+    assert lox.spool(lox.nolog(scanned))(jnp.arange(2))[1] == {}
+    _, logs = lox.nolog(lox.spool(scanned))(jnp.arange(2))
+    same(logs, {"x": i32([0, 1])})
+
+
+# --- the functions that come out ---
+
+
+@pytest.mark.parametrize("transform", [lox.spool, lox.tap, lox.nolog, lox.keep])
+def test_name_and_docstring_are_kept(transform):
+    def fun(x, /, y, *, z=1):
+        """What it does."""
+        return x
+
+    new = transform(fun)
+    assert (new.__name__, new.__doc__, new.__wrapped__) == ("fun", "What it does.", fun)
+
+
+def test_never_stricter_than_the_function():
+    class Config:
+        __hash__ = None
+        size = 2
+
+    def f(x, mode, config, *, n, items):
+        if mode == "train" and x > 0:
+            for i in range(n):
+                lox.log({"x": x * jnp.ones(config.size)}, step=i)
+        return [mode, config, items["list"], jnp.zeros(n).shape]
+
+    config, items = Config(), {"list": [1, "a"]}
+    for transform in (lox.tap, lox.nolog, lox.keep, lambda f: lambda *a, **k: lox.spool(f)(*a, **k)[0]):
+        with lox.testing.capture():
+            out = transform(f)(1.5, "train", config, n=2, items=items)
+        assert out[0] == "train"
+        assert out[1] is config
+        assert out[2] == [1, "a"]
+        assert out[3] == (2,)
+    _, logs = lox.spool(f)(1.5, "train", config, n=2, items=items)
+    same(logs, {"x": f32([[1.5, 1.5], [1.5, 1.5]])})
+    assert lox.spool(f)(-1.5, "train", config, n=2, items=items)[1] == {}
+
+
+def test_events_of_other_types_are_promoted():
+    def f():
+        lox.log({"x": jnp.int32(1)}, step=0)
+        lox.log({"x": jnp.float32(2.5)}, step=0.5)
+
+    _, logs = lox.spool(f)()  # in JAX's strict mode too: the function has no trouble with it
+    same(logs, {"x": f32([1, 2.5])})
+    same(logs.step, {"x": f32([0, 0.5])})
+
+
+def test_tap_needs_no_common_shape():
+    def f():
+        lox.log({"x": jnp.zeros(2)})
+        lox.log({"x": 1})
+
+    events = []
+    lox.tap(f, events.append)()
+    lox.tap(jax.jit(f), events.append)()
+    assert [str(e) for e in events] == ["{'x': [0.0, 0.0]}", "{'x': 1}"] * 2
+
+
+def test_callbacks_own_their_arrays():
+    kept = []
+
+    def callback(logs):
+        kept.append(logs["x"])
+        logs["x"].fill(7) if logs["x"].ndim else None
+
+    def f(xs):
+        jax.lax.scan(lambda c, x: (c, lox.log({"x": x})["x"]), 0, xs)
+        return xs
+
+    xs = jnp.arange(6).reshape(3, 2)
+    out = lox.tap(f, callback)(xs)
+    same(out, i32([[0, 1], [2, 3], [4, 5]]))
+    assert [x.tolist() for x in kept] == [[7, 7]] * 3
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_an_exception_in_the_callback(wrap):
+    error = KeyError("mine")
+
+    def callback(logs):
+        if logs["x"] == 1:
+            raise error
+
+    tapped = lox.tap(wrap(scanned), callback)
+    for _ in range(2):
+        with pytest.raises(KeyError) as info:
+            tapped(jnp.arange(3))
+        assert info.value is error
+    same(tapped(jnp.zeros(2, int)), i32(2))  # and it can be called again
+
+
+# --- bad options ---
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", [1]])
+@pytest.mark.parametrize(
+    ("transform", "name"), [(lox.spool, "interval"), (lox.spool, "capacity"), (lox.tap, "interval")]
+)
+def test_a_count_that_is_none(transform, name, value):
+    with pytest.raises((ValueError, TypeError)) as info:
+        transform(scanned, **{name: value})
+    assert isinstance(info.value, lox.LoxError)
+    assert str(info.value) == f"`{name}` is {value!r}; it must be a positive integer."
+
+
+def test_a_capacity_in_a_mapping_that_is_none():
+    with pytest.raises(lox.OptionError) as info:
+        lox.spool(scanned, capacity={"x": 0})
+    assert str(info.value) == "`capacity['x']` is 0; it must be a positive integer."
+
+
+@pytest.mark.parametrize("reduce", ["median", 3, ["mean"], "Mean", {"x": "median"}])
+@pytest.mark.parametrize("transform", [lox.spool, lox.tap])
+def test_a_reduction_that_does_not_exist(transform, reduce):
+    with pytest.raises((ValueError, TypeError)) as info:
+        transform(scanned, reduce=reduce)
+    assert isinstance(info.value, lox.LoxError)
+    wrong = reduce["x"] if isinstance(reduce, dict) else reduce
+    assert str(info.value).startswith(f"there is no reduction {wrong!r} (for ")
+    assert str(info.value).endswith(
+        "). Choose 'append', 'count', 'first', 'last', 'max', 'mean', 'min', 'replace', 'std', "
+        "'sum' and 'var', or give a `lox.Reduction`."
+    )
+
+
+def test_a_reduction_of_a_log_that_does_not_exist():
+    with pytest.raises(lox.OptionError, match=r"^there is no reduction 'median' \(for 'x'\)\. Choose"):
+        lox.log({"x": 1}, reduce="median")
+    with pytest.raises(lox.OptionError) as info:
+        lox.log({"x": 1}, reduce={"y": "mean"})
+    assert str(info.value) == "`reduce` names 'y', but `lox.log` was given 'x'."
+
+
+@pytest.mark.parametrize("value", [3, [1], [None], 2.5, ["a", 1]])
+@pytest.mark.parametrize("name", ["argnames", "tags"])
+@pytest.mark.parametrize("transform", [lox.spool, lox.tap, lox.nolog, lox.keep])
+def test_names_that_are_none(transform, name, value):
+    with pytest.raises((ValueError, TypeError), match=rf"^`{name}` takes names, not ") as info:
+        transform(scanned, **{name: value})
+    assert isinstance(info.value, lox.LoxError)
+
+
+@pytest.mark.parametrize("tags", [3, [1], [None]])
+def test_tags_of_a_log_that_are_none(tags):
+    with pytest.raises((ValueError, TypeError), match="tags") as info:
+        lox.log({"x": 1}, tags=tags)
+    assert isinstance(info.value, lox.LoxError)
+
+
+@pytest.mark.parametrize("transform", [lox.spool, lox.tap])
+@pytest.mark.parametrize("prefix", [3, None, ["a"]])
+def test_a_prefix_that_is_none(transform, prefix):
+    with pytest.raises((ValueError, TypeError), match="prefix") as info:
+        transform(scanned, prefix=prefix)
+    assert isinstance(info.value, lox.LoxError)
+
+
+@pytest.mark.parametrize("prefix", [3, None, ["a"]])
+def test_a_prefix_of_a_log_that_is_none(prefix):
+    with pytest.raises((ValueError, TypeError), match="prefix") as info:
+        lox.log({"x": 1}, prefix=prefix)
+    assert isinstance(info.value, lox.LoxError)
+
+
+@pytest.mark.parametrize("callback", [None, "print", 3])
+def test_a_callback_that_is_none(callback):
+    with pytest.raises(TypeError) as info:
+        lox.tap(scanned, callback)
+    assert isinstance(info.value, lox.LoxError)
+    assert str(info.value) == f"`callback` is {callback!r}; it must be a function of a logdict."
