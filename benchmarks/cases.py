@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import lox
 import numpy as np
 import training
 from timing import Row, compare
+
+import lox
 
 
 def blocking(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
@@ -109,7 +110,7 @@ def dispatch() -> Iterator[Row]:
     spooled = lox.spool(logged)
     again = lambda: lox.spool(logged)(x, i)  # noqa: E731
     hand = lambda: by_hand(x, i)  # noqa: E731
-    options = {"unit": "us", "number": 1000}
+    options = {"unit": "us", "number": 100}
     yield compare("spool, dispatch", lambda: spooled(x, i), hand, goal=2.0, **options)
     yield compare("spool, dispatch: spooled anew each time", again, hand, **options)
 

@@ -45,8 +45,8 @@ def compare(
 ) -> Row:
     """Time both in turns for a while; each number is the best of its turns.
 
-    Noise only ever adds time, so the best turn is the one that was disturbed least. A turn calls the
-    function `number` times; a call stands for `count` events, if the time of one event is wanted.
+    Noise only ever adds time, so the best turn is the one that was disturbed least. A turn calls
+    the function `number` times; a call stands for `count` events, if the time of one is wanted.
     """
     best = {lox: float("inf"), reference: float("inf")}
     for function in best:
@@ -64,8 +64,6 @@ def compare(
                 best[function] = min(best[function], time.perf_counter() - start)
             turns.reverse()  # whoever comes second finds warmer caches
             done += 1
-            if done % 10 == 0:
-                gc.collect()
     finally:
         gc.enable()
     scale = SCALES[unit] / (number * count)

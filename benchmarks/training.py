@@ -5,8 +5,11 @@ The functions inside are made anew at every trace: JAX caches the jaxpr of a loo
 identity of its function, and tracing would otherwise be measured once and never again.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
+
 import lox
 
 SIZES = (16, 64, 64, 4)
@@ -15,7 +18,7 @@ BATCH, STEPS, EPOCHS, SEEDS = 32, 200, 4, 8
 
 def init(key):
     layers = []
-    for n_in, n_out in zip(SIZES[:-1], SIZES[1:], strict=True):
+    for n_in, n_out in itertools.pairwise(SIZES):
         key, sub = jax.random.split(key)
         layers.append((jax.random.normal(sub, (n_in, n_out)) / n_in**0.5, jnp.zeros(n_out)))
     return layers

@@ -5,10 +5,13 @@ it compiled. Metrics are logged where they are known and passed through nothing.
 is then run three ways: with its logs returned, with its logs streamed, and with none.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
-import lox
 import numpy as np
+
+import lox
 
 SEEDS, ROUNDS, STEPS, BATCH = 8, 10, 100, 64
 
@@ -30,7 +33,7 @@ def init(key):
     keys = jax.random.split(key, len(sizes) - 1)
     return [
         (jax.random.normal(k, (i, o)) * (2 / i) ** 0.5, jnp.zeros(o))
-        for k, i, o in zip(keys, sizes[:-1], sizes[1:], strict=True)
+        for k, (i, o) in zip(keys, itertools.pairwise(sizes), strict=True)
     ]
 
 
@@ -94,6 +97,7 @@ def return_logs(keys):
     for key in logs:
         print(f"{key:<14} {logs[key].shape[0]:>5} events × {logs[key].shape[1]} seeds")
 
+    line = "{:>4} {:7.3f} {:9.3f} {:7.3f} {:6.3f}"
     print(f"\n{'seed':>4} {'loss':>7} {'accuracy':>9} {'|grad|':>7} {'test':>6}   loss curve")
     names = ["loss", "accuracy", "grad_norm", "test/accuracy"]
     table = []
@@ -103,10 +107,9 @@ def return_logs(keys):
         final = one.filter(names[:3]).slice[-STEPS:].reduce("mean")
         final |= one.filter("test/*").reduce("last")
         table.append([float(final[name]) for name in names])
-        print("{:>4} {:7.3f} {:9.3f} {:7.3f} {:6.3f}".format(seed, *table[-1]), "", curve(one["loss"]))
-    mean, std = np.mean(table, 0), np.std(table, 0)
-    print("mean {:7.3f} {:9.3f} {:7.3f} {:6.3f}".format(*mean))
-    print(" +/- {:7.3f} {:9.3f} {:7.3f} {:6.3f}".format(*std))
+        print(line.format(seed, *table[-1]), "", curve(one["loss"]))
+    print(line.format("mean", *np.mean(table, 0)))
+    print(line.format("+/-", *np.std(table, 0)))
     return params
 
 
@@ -138,7 +141,8 @@ def remove_logs(keys, params):
 
 def main():
     keys = jax.random.split(jax.random.key(0), SEEDS)
-    print(f"{SEEDS} seeds × {ROUNDS * STEPS} steps on {jax.devices()[0].platform}, JAX {jax.__version__}")
+    platform = jax.devices()[0].platform
+    print(f"{SEEDS} seeds × {ROUNDS * STEPS} steps on {platform}, JAX {jax.__version__}")
     params = return_logs(keys)
     stream_logs(keys)
     remove_logs(keys, params)

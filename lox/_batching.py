@@ -253,7 +253,8 @@ def _while_rule(
     cond_jaxpr, body_jaxpr = without_unwanted([cond_jaxpr, body_jaxpr])
     counts = dict(cond_nconsts=cond_nconsts, body_nconsts=body_nconsts)
     plain = functools.partial(rule, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)
-    if not (_compat.has_logs(cond_jaxpr) or _compat.has_logs(body_jaxpr)):
+    masked = bool(_compat.out_avals(cond_jaxpr)[0].shape)  # by an inner vmap: then it knows its lanes already
+    if masked or not (_compat.has_logs(cond_jaxpr) or _compat.has_logs(body_jaxpr)):
         return plain()
     trial = _compat.make_jaxpr(
         lambda *xs: rule(xs, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)[0], types_of(list(args))

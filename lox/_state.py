@@ -205,7 +205,7 @@ class Buffer:
     """Room for `capacity` events, and one more row that takes what does not fit."""
 
     rows: Series  # valid: per lane, None as long as no event was masked by lane
-    count: Any
+    count: Laned  # has lanes only outside of a shard_map whose devices log different numbers of events
     capacity: int
     items: tuple[Item, ...]
 
@@ -230,7 +230,7 @@ class Buffer:
         items = _items_of(key, event)
         values = [Laned(_arrays.zeros((capacity + 1, *shape), dtype)) for shape, dtype in items]
         rows = Series(values, {}, None, event.treedefs[key], False, key, Site(event.site))
-        return cls(rows, jnp.zeros((), jnp.int32), capacity, items)
+        return cls(rows, Laned(jnp.zeros((), jnp.int32)), capacity, items)
 
     def take(self, event: Event, interval: int | None) -> "Buffer":
         """One event more."""
@@ -239,7 +239,12 @@ class Buffer:
         if interval is not None:
             # Lanes may be at different numbers, but a slot is for all of them: room is needed before thinning.
             raise _errors.OptionError("`interval` cannot be combined with `capacity` yet.")
-        count, slot = self.count, jnp.minimum(self.count, self.capacity)
+        if self.count.ndim:
+            raise _errors.SpoolError(
+                f"{key!r} is logged inside `while_loop` both on the devices of a shard_map and outside of it.\n"
+                f"  logged at {rows.site} and {event.site}\nUse two keys."
+            )
+        count, slot = self.count.tree, jnp.minimum(self.count.tree, self.capacity)
         happened = None if event.mask is None else jnp.any(event.mask.tree)
         if happened is not None:
             slot = jnp.where(happened, slot, self.capacity)
@@ -272,7 +277,7 @@ class Buffer:
             valid = put(valid, lane_mask or Laned(jnp.ones((), bool)), np.dtype(bool), True)
         rows = dataclasses.replace(rows, values=values, steps=steps, valid=valid)
         one = 1 if happened is None else happened.astype(jnp.int32)
-        return dataclasses.replace(self, rows=rows, count=count + one, items=items)
+        return dataclasses.replace(self, rows=rows, count=Laned(count + one, self.count.flags), items=items)
 
     def take_series(self, series: Series) -> "Buffer":
         """Events that were collected before it was known that the key needs a buffer."""
@@ -302,7 +307,9 @@ class Buffer:
         steps = {n: fit(rows.steps.get(n), t, _arrays.missing_step(t.tree.dtype)) for n, t in model.steps.items()}
         valid = None if model.valid is None else fit(rows.valid, model.valid, True)
         rows = dataclasses.replace(rows, values=values, steps=steps, valid=valid)
-        return dataclasses.replace(self, rows=rows, count=_typed_like(self.count, struct.count), items=struct.items)
+        count = _lanes.widen(self.count, _lanes.lanes_of(struct.count))
+        count = Laned(_typed_like(count.tree, struct.count.tree), struct.count.flags)
+        return dataclasses.replace(self, rows=rows, count=count, items=struct.items)
 
     @classmethod
     def from_struct(cls, struct: "Buffer") -> "Buffer":
@@ -310,21 +317,24 @@ class Buffer:
         size = struct.capacity + 1
         values = [Laned(_arrays.zeros((size, *shape), dtype)) for shape, dtype in struct.items]
         rows = dataclasses.replace(struct.rows, values=values, steps={}, valid=None)
-        return dataclasses.replace(struct, rows=rows, count=jnp.zeros((), jnp.int32)).conform(struct)
+        return dataclasses.replace(struct, rows=rows, count=Laned(jnp.zeros((), jnp.int32))).conform(struct)
 
     def finish(self, certain: bool) -> Series:
         """The events, in slots of which the first `count` are filled."""
         del certain
         rows = jax.tree.map(lambda x: x[: self.capacity], self.rows)
-        filled = Laned(jnp.arange(self.capacity) < self.count)
+        slots = jnp.arange(self.capacity).reshape((-1,) + (1,) * self.count.ndim)
+        filled = Laned(slots < self.count.tree, self.count.flags)
         if rows.valid is not None:
-            lanes = _lanes.lanes_of(rows.valid, 1)
-            filled = Laned(_lanes.widen(filled, lanes, 1).tree & rows.valid.tree, lanes.flags)
+            lanes = _lanes.union(_lanes.lanes_of(filled, 1), _lanes.lanes_of(rows.valid, 1))
+            assert lanes is not None  # both belong to one buffer
+            both = _lanes.widen(filled, lanes, 1).tree & _lanes.widen(rows.valid, lanes, 1).tree
+            filled = Laned(both, lanes.flags)
         return dataclasses.replace(rows, valid=filled)
 
     def dropped(self) -> Any:
         """How many events did not fit."""
-        return jnp.maximum(self.count - self.capacity, 0)
+        return jnp.maximum(self.count.tree - self.capacity, 0)
 
 
 def _row(series: Series, index: int) -> Series:

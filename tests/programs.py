@@ -71,7 +71,9 @@ class Generator:
             return Statement("log", (pick.randint(1, 3), pick.randint(0, 2), pick.randint(0, 5)), (), keys)
         kinds = ["jit", "scan", "fori", "cond", "cond", "switch", "remat", "custom_jvp", "custom_vjp", "jvp", "call"]
         if "grad" not in inside:
-            kinds += ["while", "while", "custom_vmap", "linear_solve", "root"]
+            kinds += ["while", "while", "custom_vmap"]
+        if not inside & {"grad", "jvp"}:
+            kinds += ["linear_solve", "root"]  # differentiated, their solvers run for the tangents too
         if inside & {"jvp"}:
             kinds.remove("custom_vjp")  # JAX has no forward mode for it
         if not inside & {"grad", "jvp"}:

@@ -190,13 +190,13 @@ def test_mismatch_between_lanes():
         lox.spool(f)()
     assert f"  shape (2,) at test_errors.py:{f.__code__.co_firstlineno + 1} " in str(info.value)
     for options in ({"reduce": "mean"}, {"reduce": "sum"}):
-        with pytest.raises(lox.MismatchError, match="^'x' is logged"):
+        with pytest.raises(lox.MismatchError, match=r"^'x' is logged"):
             lox.spool(f, **options)()
 
 
 def test_mismatch_with_reduce():
     for reduce in ("mean", "last", "count"):
-        with pytest.raises(lox.MismatchError, match=r"^'x' is logged with different shape:\n") as info:
+        with pytest.raises(lox.MismatchError, match=r"^'x' is logged with different shape") as info:
             lox.spool(two_shapes, reduce=reduce)()
         assert line(two_shapes, 1) in str(info.value)
         assert line(two_shapes, 2) in str(info.value)

@@ -230,6 +230,32 @@ def test_several_keys_keep_their_order():
     assert list(logs) == ["z", "a", "m"]
 
 
+@pytest.mark.parametrize("value", [7, 2.5, True, 1j])
+def test_literals_in_compiled_functions(value):
+    expected = np.asarray(jnp.asarray(value))
+
+    def f(n):
+        def body(i):
+            lox.log({"v": value}, step=3, where=True)
+            return i + 1
+
+        return jax.lax.while_loop(lambda i: i < n, body, 0)
+
+    for g in (f, jax.jit(f)):
+        _, logs = lox.spool(g, capacity=5)(2)
+        same(logs, {"v": np.stack([expected] * 2)})
+        same(logs.step, {"v": i32([3, 3])})
+        _, logs = lox.spool(g, reduce="last")(2)
+        same(logs, {"v": expected})
+        same(logs.step, {"v": i32(3)})
+        events = []
+        lox.tap(g, events.append)(2)
+        for event in events:
+            same(event, {"v": expected})
+            same(event.step, {"v": i32(3)})
+        assert len(events) == 2
+
+
 # --- the return value ---
 
 

@@ -255,9 +255,7 @@ def test_through_jit_vmap_scan_and_cond(logs):
 
     scanned = jax.lax.scan(lambda c, xs: (c, lox.spool(run)(xs)[1]), 0, xs)[1]
     same(scanned, expected)
-    carried = jax.lax.fori_loop(
-        0, 2, lambda i, logs: jax.tree.map(lambda x: x + 1, logs), logs
-    )
+    carried = jax.lax.fori_loop(0, 2, lambda i, logs: jax.tree.map(lambda x: x + 1, logs), logs)
     same(carried["x"], f32([3, 4, 6]))
     same(jax.vmap(lambda logs: logs.slice[::2])(batched)["x"], xs[:, ::2])
 
@@ -298,11 +296,14 @@ def single(x, **steps):
 
 def test_add(logs):
     both = logs + logs.slice[:1]
-    same(both, {
-        "x": f32([1, 2, 4, 1]),
-        "total": {"sum": f32([1, 3, 7, 1])},
-        "n": i32([3, 3]),
-    })
+    same(
+        both,
+        {
+            "x": f32([1, 2, 4, 1]),
+            "total": {"sum": f32([1, 3, 7, 1])},
+            "n": i32([3, 3]),
+        },
+    )
     same(both.step, {"x": i32([0, 1, 2, 0]), "n": i32([3, 3])})
     same(both.episode, {"x": i32([0, 0, 1, 0])})
     assert both.valid == {}
@@ -466,11 +467,14 @@ def test_filter(which, keys):
 
 def test_prefix(logs):
     named = logs.prefix("train/")
-    same(named, {
-        "train/x": f32([1, 2, 4]),
-        "train/total": {"sum": f32([1, 3, 7])},
-        "train/n": i32(3),
-    })
+    same(
+        named,
+        {
+            "train/x": f32([1, 2, 4]),
+            "train/total": {"sum": f32([1, 3, 7])},
+            "train/n": i32(3),
+        },
+    )
     same(named.step, {"train/x": i32([0, 1, 2]), "train/n": i32(3)})
     same(named.slice[1:]["train/x"], f32([2, 4]))
     whole = jax.jit(lox.spool(ragged))(f32([1, -1]))[1].prefix("p/")
@@ -573,6 +577,8 @@ def test_reduce_compacted_logs_without_events():
     logs = lox.spool(ragged)(f32([-1, -1]))[1]
     same(logs, {"x": f32([])})
     same(logs.reduce("mean"), {"x": f32(NAN)})
+    same(logs.reduce("mean").valid, {"x": boolean(False)})
+    same(logs.reduce("mean").step, {"x": i32(-1)})
     same(logs.reduce("count"), {"x": i32(0)})
     same(logs.reduce("last"), {"x": f32(NAN)})
 
@@ -599,8 +605,8 @@ def test_reduce_to_nothing_that_exists(logs):
     with pytest.raises(lox.OptionError) as info:
         logs.reduce("median")
     assert str(info.value) == (
-        "there is no reduction 'median' (for 'x'). Choose 'append', 'count', 'first', 'last', 'max', "
-        "'mean', 'min', 'replace', 'std', 'sum' and 'var', or give a `lox.Reduction`."
+        "there is no reduction 'median' (for 'x'). Choose 'append', 'count', 'first', 'last', "
+        "'max', 'mean', 'min', 'replace', 'std', 'sum' and 'var', or give a `lox.Reduction`."
     )
     with pytest.raises(lox.OptionError) as info:
         logs.reduce({"y": "mean"})

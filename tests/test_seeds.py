@@ -189,7 +189,8 @@ def test_readme_spool(capsys):
 
 
 def test_readme_nolog(capsys):
-    for f in (lox.nolog(accumulate), lox.nolog(jax.jit(accumulate)), jax.jit(lox.nolog(accumulate))):
+    plain = lox.nolog(accumulate)
+    for f in (plain, jax.jit(plain), lox.nolog(jax.jit(accumulate))):
         same(f(jnp.arange(3)), i32(3))
     jax.effects_barrier()
     assert capsys.readouterr().out == ""
