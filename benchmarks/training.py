@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import lox
 
 SIZES = (16, 64, 64, 4)
-BATCH, STEPS, EPOCHS, SEEDS = 32, 200, 4, 8
+BATCH, STEPS, EPOCHS, SEEDS = 32, 50, 4, 8
 
 
 def init(key):

@@ -43,9 +43,10 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
 def promote(*dtypes: Any) -> Any:
     """The dtype that holds them all."""
     first, *rest = dtypes
-    for dtype in rest:
-        if dtype != first:
-            first = jnp.promote_types(first, dtype)
+    with jax.numpy_dtype_promotion("standard"):  # that events of a key are promoted is our promise, not the user's slip
+        for dtype in rest:
+            if dtype != first:
+                first = jnp.promote_types(first, dtype)
     return first
 
 

@@ -28,6 +28,13 @@ def count_option(name: str, given: Any) -> Any:
     raise _errors.OptionError(f"`{name}` is {given!r}; it must be a positive integer.")
 
 
+def prefix_option(given: Any) -> str:
+    """A prefix is a string."""
+    if not isinstance(given, str):
+        raise _errors.LogTypeError(f"`prefix` is {given!r}; it must be a string.")
+    return given
+
+
 # For every jitted function, what is known about calling it transformed: a jitted function if one call of the original
 # is one jit with all arguments traced, False if it is not. Weak, and the values must not refer to the key.
 _fast: Any = weakref.WeakKeyDictionary()

@@ -142,6 +142,12 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     return found
 
 
+def literal_value(literal: Any) -> Any:
+    """A literal as an array: its value may be a plain Python number."""
+    value = literal.val
+    return value if isinstance(value, jax.Array) else np.asarray(value, literal.aval.dtype)
+
+
 def make_jaxpr(fun: Any, avals: Any) -> Any:
     """`jax.make_jaxpr` on flat arguments of the given types, weak types and varying axes included."""
     return jax.make_jaxpr(fun)(*avals)

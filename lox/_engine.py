@@ -287,7 +287,7 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     env: dict[Any, Any] = dict(zip([*opened.constvars, *opened.invars], [*consts, *args], strict=True))
 
     def read(var: Any) -> Any:
-        return var.val if isinstance(var, _compat.Literal) else env[var]
+        return _compat.literal_value(var) if isinstance(var, _compat.Literal) else env[var]
 
     pending: list[Any] = []
     for eqn in _live_equations(run.handler, opened):

@@ -91,12 +91,12 @@ class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
         if name.startswith("_") or "steps" not in self.__dict__:
             raise AttributeError(name)
         if name in self.steps:
-            return self.steps[name]
+            return _Steps(self.steps[name])
         known = f"The steps are {_errors.listing(self.steps)}." if self.steps else "Nothing was logged with a step."
         raise _errors.StepError(f"these logs have no step {name!r}. {known}")
 
     def _of_present(self, of: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: of[k] for k in sorted(of) if k in self}
+        return {k: of[k] for k in self if k in of}
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Values, steps and validity are children; keys and axes are structure."""
@@ -313,6 +313,9 @@ class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
             new.valid.pop(key, None)
             if happened is not None and not _all_true(happened):
                 new.valid[key] = happened
+            elif not series.count(axis):
+                xp = _arrays.numpy_for(series.values)
+                new.valid[key] = xp.zeros(series.values[0].tree.shape[:axis], bool)
             leaves = jax.tree.leaves(new[key])
             flags = (layout.flags[:1] if reduction.name == "count" else layout.flags)
             new._layouts[key] = layout._replace(
@@ -325,14 +328,7 @@ class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
 
         With lanes, a slot stays if it happened in any lane, and `valid` says in which.
         """
-        for key, dropped in self.dropped.items():
-            if np.any(np.asarray(dropped) > 0):
-                warnings.warn(
-                    f"{key!r} had more events than its capacity: {int(np.max(np.asarray(dropped)))} were dropped. "
-                    "Raise `capacity`, or use `reduce` or `tap`.",
-                    _errors.LoxWarning,
-                    stacklevel=2,
-                )
+        warn_of_dropped(self, stacklevel=3)
         return self.without_empty_slots()
 
     def without_empty_slots(self) -> "logdict":
@@ -385,6 +381,26 @@ class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
         if not found:
             raise _errors.LoxError("these logs have no lanes: nothing was logged under `vmap`.")
         return new.compact()
+
+
+def warn_of_dropped(logs: logdict, stacklevel: int) -> None:
+    """Tell of events that did not fit."""
+    for key, dropped in logs.dropped.items():
+        most = int(np.max(np.asarray(dropped)))
+        if most > 0:
+            warnings.warn(
+                f"{key!r} had more events than its capacity: {most} were dropped. "
+                "Raise `capacity`, or use `reduce` or `tap`.",
+                _errors.LoxWarning,
+                stacklevel=stacklevel,
+            )
+
+
+class _Steps(dict[str, Any]):
+    """The steps of each key, which print as compactly as the logs."""
+
+    def __str__(self) -> str:
+        return _format.compact(logdict(self))
 
 
 class _Slicer:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from lox import _compat, _emit, _errors, _reduce, _sink
+from lox import _compat, _emit, _errors, _reduce, _select, _sink
 from lox._event import Event, Meta
 from lox._lanes import Laned
 from lox._logdict import logdict
@@ -119,6 +119,8 @@ def log(
     """
     if not isinstance(data, Mapping):
         raise _errors.LogTypeError(f"`lox.log` takes a mapping from names to values, not {type(data).__name__}.")
+    if not isinstance(prefix, str):
+        raise _errors.LogTypeError(f"`prefix` is {prefix!r}; it must be a string.")
     values, treedefs, reductions = {}, {}, {}
     for key, value in data.items():
         if not isinstance(key, str):
@@ -126,9 +128,10 @@ def log(
         leaves, treedef = jax.tree.flatten(value)
         if not leaves:
             raise _errors.LogTypeError(f"`lox.log` cannot log {key!r}: {value!r} holds no array.")
-        values[prefix + key] = [Laned(_as_array(leaf, f"the value of {key!r}")) for leaf in leaves]
-        treedefs[prefix + key] = treedef
-        reductions[prefix + key] = _reduce.resolve(reduce, key)
+        name = prefix + key if prefix else key
+        values[name] = [Laned(_as_array(leaf, f"the value of {key!r}")) for leaf in leaves]
+        treedefs[name] = treedef
+        reductions[name] = _reduce.resolve(reduce, key)
     if isinstance(reduce, Mapping) and set(reduce) - set(data):
         raise _errors.OptionError(
             f"`reduce` names {_errors.listing(set(reduce) - set(data))}, but `lox.log` was given {_errors.listing(data)}."
@@ -140,7 +143,7 @@ def log(
         steps={name: Laned(_as_scalar(x, f"step {name!r}")) for name, x in steps.items()},
         weight=None if weight is None else Laned(_as_scalar(weight, "`weight`")),
         mask=None if where is None else Laned(_as_scalar(where, "`where`", bool)),
-        tags=frozenset([tags] if isinstance(tags, str) else tags),
+        tags=frozenset(_select.names("tags", tags)),
         explicit=explicit,
         seen=False,
         site=_call_site(),

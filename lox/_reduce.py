@@ -31,7 +31,7 @@ class Reduction:
     ...     return jax.lax.scan(lambda c, x: (lox.log({"x": x}), (c, c))[1], 0, xs)
     >>> _, logs = lox.spool(f, reduce=rms)(jnp.array([3.0, 4.0]))
     >>> print(logs)
-    {'x': 3.5355339}
+    {'x': 3.535534}
 
     Attributes:
         init: From zeros of the value's shape and dtype to the state before any event.
@@ -50,7 +50,7 @@ class Reduction:
 
 def _wide(x: Any) -> Any:
     """At least float32, so that sums of small floats do not lose bits; integers become floats as in `jnp.mean`."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(_arrays.promote(x.dtype, jnp.float32))
 
 
 # Sums are compensated (Neumaier): the low-order bits that an addition loses are kept apart and added at the end. A
@@ -58,9 +58,13 @@ def _wide(x: Any) -> Any:
 def _add(total: tuple[Any, Any], x: Any) -> tuple[Any, Any]:
     high, low = total
     new = high + x
-    lost = jnp.where(jnp.abs(high) >= jnp.abs(x), (high - new) + x, (x - new) + high)
+    lost = low + jnp.where(jnp.abs(high) >= jnp.abs(x), (high - new) + x, (x - new) + high)
+    # What was lost flows back as soon as it is large enough to count: left alone it would lose bits itself.
+    high = new + lost
+    low = lost - (high - new)
     # Infinity minus itself is NaN: then there is nothing to compensate.
-    return new, low + jnp.where(jnp.isfinite(new), lost, jnp.zeros_like(lost))
+    finite = jnp.isfinite(new)
+    return jnp.where(finite, high, new), jnp.where(finite, low, jnp.zeros_like(low))
 
 
 def _total(total: tuple[Any, Any]) -> Any:
@@ -97,12 +101,14 @@ def _mean_init(x: Any) -> Any:
 def _mean_update(state: Any, x: Any, weight: Any) -> Any:
     total, weights, model = state
     w = weight.astype(weights[0].dtype)
-    return _add(total, x.astype(total[0].dtype) * w), _add(weights, w), model
+    dtype = total[0].dtype
+    return _add(total, x.astype(dtype) * w.astype(dtype)), _add(weights, w), model
 
 
 def _mean_finish(state: Any) -> Any:
     total, weights, model = state
-    return (_total(total) / _total(weights)).astype(model.dtype)
+    total = _total(total)
+    return (total / _total(weights).astype(total.dtype)).astype(model.dtype)
 
 
 # Welford's recurrence with a compensated mean: stable when the mean is large against the spread.
@@ -115,9 +121,9 @@ def _var_init(x: Any) -> Any:
 def _var_update(state: Any, x: Any) -> Any:
     total, squares, n, model = state
     x = x.astype(total[0].dtype)
-    before = _total(total) / jnp.maximum(n, 1)
+    before = _total(total) / jnp.maximum(n, 1).astype(x.dtype)
     total = _add(total, x)
-    after = _total(total) / (n + 1)
+    after = _total(total) / (n + 1).astype(x.dtype)
     deviation = jnp.where(n == 0, jnp.zeros_like(squares[0]), jnp.real((x - before) * jnp.conj(x - after)))
     # A first event that is NaN or infinite must show, though a single event deviates by nothing.
     deviation = deviation + jnp.real(x - x)
@@ -126,7 +132,7 @@ def _var_update(state: Any, x: Any) -> Any:
 
 def _var_finish(state: Any) -> Any:
     _, squares, n, model = state
-    return (_total(squares) / n).astype(jnp.real(model).dtype)
+    return (_total(squares) / n.astype(squares[0].dtype)).astype(jnp.real(model).dtype)
 
 
 def _extreme(name: str, choose: Any, start: Any) -> Reduction:
@@ -165,6 +171,7 @@ _REDUCTIONS = {
     "append": Reduction(lambda x: x, lambda state, x: x, lambda state: state, "append"),
 }
 _REDUCTIONS["replace"] = _REDUCTIONS["last"]
+COUNT = _REDUCTIONS["count"]
 
 
 def resolve(how: Any, key: str) -> Reduction | None:
@@ -185,8 +192,18 @@ def over_events(reduction: Reduction, x: Laned, valid: Laned | None, axis: int) 
 
     What is all in memory needs no loop; the results are those of the streaming reductions but for rounding.
     """
+    with jax.numpy_dtype_promotion("standard"):
+        return _over_events(reduction, x, valid, axis, _arrays.missing_value)
+
+
+def last_event(x: Laned, valid: Laned | None, axis: int) -> Any:
+    """The step of the last event that happened."""
+    return _over_events(_REDUCTIONS["last"], x, valid, axis, _arrays.missing_step)
+
+
+def _over_events(reduction: Reduction, x: Laned, valid: Laned | None, axis: int, missing: Callable[[Any], Any]) -> Any:
     xp = _arrays.numpy_for(x.tree)
-    if reduction.name == "count":
+    if reduction is COUNT:
         if valid is None:
             return xp.asarray(x.tree.shape[axis], np.int32)
         return valid.tree.sum(axis).astype(np.int32)
@@ -198,15 +215,16 @@ def over_events(reduction: Reduction, x: Laned, valid: Laned | None, axis: int) 
     else:
         happened = xp.ones(x.tree.shape, bool)
     over = _OVER.get(reduction.name) if reduction is _REDUCTIONS.get(reduction.name) else None
-    if over and not x.tree.shape[axis]:
+    empty = not x.tree.shape[axis]
+    if over and empty:  # NumPy has no minimum of nothing: one slot in which nothing happened is the same
         x = x.map(lambda x: xp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype))
         happened = xp.zeros(x.tree.shape, bool)
     result = over(xp, x.tree, happened, happened.sum(axis), axis) if over else _by_loop(reduction, x, valid, axis)
-    if valid is None and x.tree.shape[axis]:
+    if valid is None and not empty:
         return result
     some = valid.tree.any(axis) if valid is not None else xp.zeros((), bool)
     some = some.reshape(some.shape + (1,) * (result.ndim - some.ndim))
-    return xp.where(some, result, _arrays.missing_value(result.dtype)).astype(result.dtype)
+    return xp.where(some, result, missing(result.dtype)).astype(result.dtype)
 
 
 def _only(xp: Any, x: Any, happened: Any, otherwise: Any) -> Any:
@@ -220,21 +238,25 @@ def _floating(x: Any) -> Any:
 
 
 def _over_sum(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
-    dtype = x.dtype if x.dtype.kind != "b" else np.dtype(np.int32)
-    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    # As jnp.sum: small integers are summed as 32-bit ones, small floats in float32.
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        dtype, wide = x.dtype, _arrays.promote(x.dtype, jnp.float32)
+    else:
+        least = np.uint32 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else np.int32
+        dtype = wide = _arrays.promote(x.dtype, least)
     return _only(xp, x, happened, 0).astype(wide).sum(axis, dtype=wide).astype(dtype)
 
 
 def _over_mean(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
     dtype = _floating(x)
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = _arrays.promote(dtype, jnp.float32)
     total = _only(xp, x, happened, 0).astype(wide).sum(axis, dtype=wide)
     return (total / xp.maximum(count, 1)).astype(dtype)
 
 
 def _over_var(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
     dtype = _floating(x)
-    x = x.astype(jnp.promote_types(dtype, jnp.float32))
+    x = x.astype(_arrays.promote(dtype, jnp.float32))
     center = xp.expand_dims(_over_mean(xp, x, happened, count, axis), axis)
     squares = xp.abs(_only(xp, x - center, happened, 0)) ** 2
     return (squares.sum(axis) / xp.maximum(count, 1)).astype(np.zeros(0, dtype).real.dtype)
@@ -287,11 +309,6 @@ def initial(reduction: Reduction, shape: tuple[int, ...], dtype: Any) -> Any:
     """The state before any event, for values of this shape and dtype."""
     state = reduction.init(_arrays.zeros(shape, dtype))
     return jax.tree.map(lambda x: _arrays.strong(jnp.asarray(x)), state)
-
-
-def last_event(x: Laned, valid: Laned | None, axis: int) -> Any:
-    """The last event that happened."""
-    return over_events(_REDUCTIONS["last"], x, valid, axis)
 
 
 _OVER = {

@@ -38,7 +38,12 @@ class Selection:
 def _strings(option: str, given: Any) -> tuple[str, ...] | None:
     if given is None:
         return None
-    found = (given,) if isinstance(given, str) else tuple(given)
+    return names(option, given)
+
+
+def names(option: str, given: Any) -> tuple[str, ...]:
+    """What users write for names: one string, or several."""
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
     for item in found:
         if not isinstance(item, str):
             raise _errors.LogTypeError(f"`{option}` takes names, not {item!r}.")

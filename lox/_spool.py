@@ -10,7 +10,7 @@ import jax
 from lox import _call, _compat, _engine, _errors, _reduce, _series
 from lox._engine import Handler, Run
 from lox._event import Event, Meta
-from lox._logdict import logdict
+from lox._logdict import logdict, warn_of_dropped
 from lox._primitive import bind
 from lox._select import Selection
 from lox._series import Series
@@ -124,7 +124,7 @@ class Collect(Handler):
                     raise _errors.mismatch(
                         key, "reductions", _name(None), str(series.site), _name(target.reduction), str(target.site)
                     )
-                state[key] = Buffer.of_series(target.capacity, series)
+                state[key] = Buffer.from_struct(target).take_series(series, self.interval)
             elif held is None:
                 state[key] = type(target).from_struct(target)
             else:
@@ -163,7 +163,7 @@ def finish(handler: Collect, run: Run, prefix: str) -> logdict:
             reduced.add(prefix + key)
         else:
             dropped[prefix + key] = held.dropped()
-    ordered = [dataclasses.replace(found[k], key=prefix + k) for k in run.keys if k in found]
+    ordered = [dataclasses.replace(found[k], key=prefix + k if prefix else k) for k in run.keys if k in found]
     logs = logdict.from_series(ordered, reduced)
     logs.dropped = dropped
     return logs
@@ -212,6 +212,7 @@ def spool(
         SpoolError: At the call: a key is logged in `while_loop`, with neither `capacity` nor `reduce` for it.
         MismatchError: At the call: events of one key do not fit together.
     """
+    prefix = _call.prefix_option(prefix)
     handler = Collect(
         Selection.of(argnames, tags),
         _call.reduce_option(reduce),
@@ -228,7 +229,8 @@ def spool(
     def spooled(*args: Any, **kwargs: Any) -> tuple[Any, logdict]:
         out, logs = _call.call(fun, (handler, prefix), collect, args, kwargs)
         if (logs.valid or logs.dropped) and not _is_traced(logs):
-            logs = logs.compact()
+            warn_of_dropped(logs, stacklevel=3)
+            logs = logs.without_empty_slots()
         return out, logs
 
     return spooled

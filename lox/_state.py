@@ -206,12 +206,13 @@ class Buffer:
 
     rows: Series  # valid: per lane, None as long as no event was masked by lane
     count: Laned  # has lanes only outside of a shard_map whose devices log different numbers of events
+    seen: Laned  # how many events there were, in each lane for itself: what `interval` counts
     capacity: int
     items: tuple[Item, ...]
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """Arrays are children; the rest is structure."""
-        return (self.rows, self.count), (self.capacity, self.items)
+        return (self.rows, self.count, self.seen), (self.capacity, self.items)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "Buffer":
@@ -219,26 +220,25 @@ class Buffer:
         return cls(*children, *aux)
 
     @classmethod
-    def of_series(cls, capacity: int, series: Series) -> "Buffer":
-        """A buffer that starts with events collected so far."""
-        row = Event.from_series(_row(series.expanded(), 0))
-        return cls.empty(capacity, series.key, row).take_series(series)
-
-    @classmethod
     def empty(cls, capacity: int, key: str, event: Event) -> "Buffer":
         """Room for events like this one."""
         items = _items_of(key, event)
         values = [Laned(_arrays.zeros((capacity + 1, *shape), dtype)) for shape, dtype in items]
         rows = Series(values, {}, None, event.treedefs[key], False, key, Site(event.site))
-        return cls(rows, Laned(jnp.zeros((), jnp.int32)), capacity, items)
+        zero = Laned(jnp.zeros((), jnp.int32))
+        return cls(rows, zero, zero, capacity, items)
 
     def take(self, event: Event, interval: int | None) -> "Buffer":
         """One event more."""
         rows, key, size = self.rows, self.rows.key, self.capacity + 1
         items = _check_items(key, rows.treedef, self.items, str(rows.site), event)
+        seen = self.seen
         if interval is not None:
-            # Lanes may be at different numbers, but a slot is for all of them: room is needed before thinning.
-            raise _errors.OptionError("`interval` cannot be combined with `capacity` yet.")
+            lanes = _union(key, seen, event.mask)
+            number = _lanes.widen(seen, lanes).tree
+            happened = jnp.ones((), bool) if event.mask is None else _lanes.widen(event.mask, lanes).tree
+            seen = Laned(number + happened.astype(jnp.int32), lanes.flags)
+            event = event.replace(mask=Laned(happened & (number % interval == 0), lanes.flags))
         if self.count.ndim:
             raise _errors.SpoolError(
                 f"{key!r} is logged inside `while_loop` both on the devices of a shard_map and outside of it.\n"
@@ -277,14 +277,14 @@ class Buffer:
             valid = put(valid, lane_mask or Laned(jnp.ones((), bool)), np.dtype(bool), True)
         rows = dataclasses.replace(rows, values=values, steps=steps, valid=valid)
         one = 1 if happened is None else happened.astype(jnp.int32)
-        return dataclasses.replace(self, rows=rows, count=Laned(count + one, self.count.flags), items=items)
+        return dataclasses.replace(self, rows=rows, count=Laned(count + one, self.count.flags), seen=seen, items=items)
 
-    def take_series(self, series: Series) -> "Buffer":
+    def take_series(self, series: Series, interval: int | None) -> "Buffer":
         """Events that were collected before it was known that the key needs a buffer."""
         rows = series.expanded()
 
         def take_row(buffer: Buffer, row: Series) -> Buffer:
-            return buffer.take(Event.from_series(row), None)
+            return buffer.take(Event.from_series(row), interval)
 
         # The first row settles the type of the buffer; the others can then go through a loop.
         buffer = take_row(self, _row(rows, 0)) if rows.count() else self
@@ -307,9 +307,11 @@ class Buffer:
         steps = {n: fit(rows.steps.get(n), t, _arrays.missing_step(t.tree.dtype)) for n, t in model.steps.items()}
         valid = None if model.valid is None else fit(rows.valid, model.valid, True)
         rows = dataclasses.replace(rows, values=values, steps=steps, valid=valid)
-        count = _lanes.widen(self.count, _lanes.lanes_of(struct.count))
-        count = Laned(_typed_like(count.tree, struct.count.tree), struct.count.flags)
-        return dataclasses.replace(self, rows=rows, count=count, items=struct.items)
+        count, seen = (
+            Laned(_typed_like(_lanes.widen(x, _lanes.lanes_of(target)).tree, target.tree), target.flags)
+            for x, target in ((self.count, struct.count), (self.seen, struct.seen))
+        )
+        return dataclasses.replace(self, rows=rows, count=count, seen=seen, items=struct.items)
 
     @classmethod
     def from_struct(cls, struct: "Buffer") -> "Buffer":
@@ -317,7 +319,8 @@ class Buffer:
         size = struct.capacity + 1
         values = [Laned(_arrays.zeros((size, *shape), dtype)) for shape, dtype in struct.items]
         rows = dataclasses.replace(struct.rows, values=values, steps={}, valid=None)
-        return dataclasses.replace(struct, rows=rows, count=Laned(jnp.zeros((), jnp.int32))).conform(struct)
+        zero = Laned(jnp.zeros((), jnp.int32))
+        return dataclasses.replace(struct, rows=rows, count=zero, seen=zero).conform(struct)
 
     def finish(self, certain: bool) -> Series:
         """The events, in slots of which the first `count` are filled."""

@@ -2,20 +2,36 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from lox import _call, _compat, _emit, _engine, _errors
+from lox import _call, _compat, _emit, _engine, _errors, _reduce
 from lox._engine import Handler, Run
-from lox._event import Event
+from lox._event import Event, Meta
 from lox._lanes import Laned
 from lox._logdict import logdict
 from lox._primitive import bind
 from lox._select import Selection
+from lox._spool import Collect
+from lox._state import Fold
 
 Callback = Callable[[logdict], Any]
+
+
+def _only_due(logs: logdict) -> logdict:
+    due = logs.pop(_DUE, None)
+    if due is None:
+        return logs
+    for key, now in zip(list(logs), due, strict=True):
+        if not now.any():
+            del logs[key]
+        elif not now.all():
+            logs.valid[key] = logs.valid[key] & now if key in logs.valid else now
+    return logs.copy()
 
 
 class Delivery:
@@ -27,7 +43,9 @@ class Delivery:
 
     def __call__(self, logs: logdict) -> None:
         try:
-            self.callback(logs)
+            logs = _only_due(logs)
+            if logs:
+                self.callback(logs)
         except BaseException as error:
             self.error = error
             raise
@@ -44,25 +62,84 @@ class Delivery:
         return error
 
 
+_DUE = "\0due"  # travels with an event under `interval`: which of its keys are due; no user's key starts like this
+
+
 @dataclasses.dataclass(frozen=True)
 class Stream(Handler):
-    """Emits every event. The state is the token that keeps them in order."""
+    """Emits events as they happen, or once at the end for keys that are reduced.
 
-    selection: Selection
+    The state is the token that keeps emissions in order, and by key the reductions and the counters of `interval`.
+    """
+
+    collect: Collect
     deliver: Delivery
     prefix: str
 
-    def initial_state(self) -> Any:
-        """The token before the first event."""
-        return Laned(_emit.new_token())
+    def wants(self, meta: Meta) -> bool:
+        """All of them: those not selected still flow on."""
+        return True
+
+    def initial_state(self) -> dict[str, Any]:
+        """The token before the first event, and nothing counted or reduced yet."""
+        return {"token": Laned(_emit.new_token()), "held": {}, "counts": {}}
 
     def event(self, run: Run, event: Event) -> None:
-        """Emit the selected keys, and let all flow on."""
-        keys = self.selection.keys(event)
-        if keys:
-            chosen = event.only(keys).prefixed(self.prefix)
-            run.state = Laned(_emit.emit(self.deliver, chosen, run.state.tree), run.state.flags)
+        """Emit or reduce the selected keys, and let all flow on."""
+        selected = self.collect.selection.keys(event)
+        reduced = [k for k in selected if self.collect.reduction(k, event.reductions[k]) is not None]
+        if reduced:
+            inner = Run(self.collect, run.state["held"], run.unbounded)
+            self.collect.event(inner, event.only(reduced))
+            run.state = {**run.state, "held": inner.state}
+        direct = [k for k in selected if k not in reduced]
+        if direct and self.collect.interval is None:
+            self._emit(run, event.only(direct).prefixed(self.prefix))
+        elif direct:
+            self._emit_if_due(run, event.only(direct), self.collect.interval)
+        for key in selected:
+            run.note(key, event.mask is None)
         bind(event.replace(seen=True))
+
+    def _emit(self, run: Run, event: Event) -> None:
+        token = run.state["token"]
+        run.state = {**run.state, "token": Laned(_emit.emit(self.deliver, event, token.tree), token.flags)}
+
+    def _emit_if_due(self, run: Run, event: Event, interval: int) -> None:
+        counts, due = dict(run.state["counts"]), []
+        for key in event.values:
+            counter = counts.get(key) or Fold.empty(_reduce.COUNT, key, event)
+            due.append(counter.count.map(lambda n: n % interval == 0))
+            counts[key] = counter.take(event, None)
+        event = event.prefixed(self.prefix)
+        event = event.replace(
+            values={**event.values, _DUE: due},
+            treedefs={**event.treedefs, _DUE: jax.tree.structure([0] * len(due))},
+            reductions={**event.reductions, _DUE: None},
+        )
+        token = run.state["token"]
+        # On the device, so that the host is called only when there is something to tell.
+        any_due = functools.reduce(operator.or_, [jnp.any(x.tree) for x in due])
+        emit = lambda token: _emit.emit(self.deliver, event, token)  # noqa: E731
+        new = jax.lax.cond(any_due, emit, lambda token: token, token.tree)
+        run.state = {**run.state, "token": Laned(new, token.flags), "counts": counts}
+
+    def extend(self, run: Run, struct: dict[str, Any]) -> None:
+        """The token does not change its type; the rest is as for `spool`."""
+        for part in ("held", "counts"):
+            inner = Run(self.collect, run.state[part])
+            self.collect.extend(inner, struct[part])
+            run.state = {**run.state, part: inner.state}
+
+    def split_state(self, state: dict[str, Any], keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
+        """By key; the token always takes part."""
+        held, rejoin_held = self.collect.split_state(state["held"], keys)
+        counts, rejoin_counts = self.collect.split_state(state["counts"], keys)
+
+        def rejoin(part: dict[str, Any]) -> dict[str, Any]:
+            return {**part, "held": rejoin_held(part["held"]), "counts": rejoin_counts(part["counts"])}
+
+        return {**state, "held": held, "counts": counts}, rejoin
 
     @property
     def replicated_state(self) -> bool:
@@ -72,6 +149,13 @@ class Stream(Handler):
     def for_rules(self) -> Handler:
         """Only events of the primal are streamed."""
         return _engine.MarkSeen()
+
+    def finish(self, run: Run) -> Any:
+        """Emit what was reduced; returns the last token."""
+        for key, held in run.state["held"].items():
+            series = held.finish(run.keys.get(key, False))
+            self._emit(run, Event.from_series(series).prefixed(self.prefix))
+        return run.state["token"].tree
 
 
 def tap(
@@ -119,14 +203,16 @@ def tap(
     """
     if not callable(callback):
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of a logdict.")
-    deliver = Delivery(callback)
+    deliver, prefix = Delivery(callback), _call.prefix_option(prefix)
     selection = Selection.of(argnames, tags)
     interval, buffer = _call.count_option("interval", interval), _call.count_option("buffer", buffer)
-    handler = Stream(selection, deliver, prefix)
+    if buffer is not None:
+        raise _errors.OptionError("`buffer` is not available yet.")
+    handler = Stream(Collect(selection, _call.reduce_option(reduce), None, interval, keep_logs=False), deliver, prefix)
 
     def stream(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         out, run = _engine.run_function(handler, fun, args, kwargs)
-        return out, run.state.tree
+        return out, handler.finish(run)
 
     @functools.wraps(fun)
     def tapped(*args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,15 @@ REDUCTIONS = ("replace", "append", "mean", "sum")
 _TAG = "lox.logify"
 
 
+class _Key(str):
+    """Name and reduction together: one name may have several. In messages it is the name."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(self.split(":", 1)[1])
+
+
 @jax.tree_util.register_pytree_node_class
 class Logs:
     """What `logify` returns: a pytree; `asdict()` gives `{name: {reduction: value}}`."""
@@ -75,7 +84,7 @@ def log(name: str, value: Any, reduction: str = "replace") -> None:
         raise _errors.OptionError(f"there is no reduction {reduction!r}. Choose {_errors.listing(REDUCTIONS)}.")
     if not isinstance(name, str):
         raise _errors.LogTypeError(f"`logify.log` got the name {name!r}: names are strings.")
-    _primitive.log({f"{reduction}:{name}": value}, tags=_TAG, reduce=reduction, explicit=True)
+    _primitive.log({_Key(f"{reduction}:{name}"): value}, tags=_TAG, reduce=reduction, explicit=True)
 
 
 def logify(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:

@@ -116,15 +116,15 @@ def readme(xs):
         return carry, x
 
     lox.log({"xs": xs})
-    ys, _ = jax.lax.scan(scan_step, jnp.zeros(3, int), xs)
+    ys, _ = jax.lax.scan(scan_step, xs, xs)
     return ys
 
 
 def test_readme_one_key_outside_and_inside_a_scan():
     ys, logs = lox.spool(readme)(jnp.arange(3))
-    same(ys, i32([3, 3, 3]))
+    same(ys, i32([3, 4, 5]))
     expected = {
-        "xs": i32([[0, 1, 2], [0, 1, 2], [0, 0, 0], [1, 1, 1], [3, 3, 3]]),
+        "xs": i32([[0, 1, 2], [0, 1, 2], [0, 1, 2], [1, 2, 3], [3, 4, 5]]),
         "x": i32([0, 1, 2]),
     }
     same(logs, expected)

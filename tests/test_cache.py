@@ -1,0 +1,212 @@
+"""spool and its siblings neither retrace nor recompile, and leave a function's own cache alone."""
+
+import contextlib
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lox
+import lox.testing
+
+
+class Counter:
+    """How often a function was traced."""
+
+    def __init__(self) -> None:
+        self.traces = 0
+
+    def fun(self, x: Any, y: Any = 1.0) -> Any:
+        self.traces += 1
+
+        def step(carry: Any, t: Any) -> Any:
+            lox.log({"carry": carry}, step=t)
+            return carry + x, None
+
+        lox.log({"x": x})
+        return jax.lax.scan(step, x * y, jnp.arange(3))[0]
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """The names of the programs that XLA compiles meanwhile."""
+    compiled: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("Compiling"):
+                compiled.append(record.getMessage().split(" with global shapes")[0])
+
+    logger, handler = logging.getLogger("jax"), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        with jax.log_compiles():
+            yield compiled
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def consume(transform: Any) -> Any:
+    return {
+        "spool": lambda f: lox.spool(f),
+        "spool mean": lambda f: lox.spool(f, reduce="mean"),
+        "tap": lambda f: lox.tap(f, len),
+        "nolog": lambda f: lox.nolog(f),
+        "keep": lambda f: lox.keep(f, []),
+    }[transform]
+
+
+TRANSFORMS = ["spool", "spool mean", "tap", "nolog", "keep"]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_second_call_of_a_jitted_function_neither_retraces_nor_recompiles(transform: str) -> None:
+    counter = Counter()
+    f = jax.jit(counter.fun)
+    f_transformed = consume(transform)(f)
+    x = jnp.float32(2.0)
+    for _ in range(2):  # the first call finds out, the second takes the fast path
+        jax.block_until_ready(f_transformed(x))
+    traces = counter.traces
+    with count_compilations() as compiled:
+        for _ in range(3):
+            jax.block_until_ready(f_transformed(x))
+            jax.block_until_ready(consume(transform)(f)(x))  # a new wrapper knows what the old one knew
+    assert compiled == []
+    assert counter.traces == traces == 1
+
+
+def test_counting_compilations_works() -> None:
+    with count_compilations() as compiled:
+        jax.block_until_ready(jax.jit(lambda x: x * 3 + 1)(jnp.float32(1)))
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_the_functions_own_cache_stays_intact(transform: str) -> None:
+    counter = Counter()
+    f = jax.jit(counter.fun)
+    x = jnp.float32(2.0)
+    with lox.testing.capture() as before:
+        f(x)
+    size = f._cache_size()
+    consume(transform)(f)(x)
+    consume(transform)(f)(x)
+    assert f._cache_size() == size
+    with count_compilations() as compiled, lox.testing.capture() as after:
+        f(x)
+    assert compiled == []
+    assert counter.traces == 1
+    assert list(map(str, before)) == list(map(str, after)) and len(after) == 4
+
+
+def test_a_spooled_function_spools_the_same_under_jit_again_and_again() -> None:
+    counter = Counter()
+    g = jax.jit(lox.spool(counter.fun))
+    results = [str(g(jnp.float32(2.0))[1]) for _ in range(3)]
+    assert results == ["{'x': 2.0, 'carry': [2.0, 4.0, 6.0]}"] * 3
+    assert counter.traces == 1
+
+
+def test_an_eager_scan_is_compiled_once() -> None:
+    def step(carry: Any, t: Any) -> Any:
+        lox.log({"carry": carry})
+        return carry + 1, None
+
+    def f(x: Any) -> Any:
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    x = jnp.float32(0)
+    jax.block_until_ready(lox.spool(f)(x))
+    with count_compilations() as compiled:
+        jax.block_until_ready(lox.spool(f)(x))
+    assert compiled == []
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_static_arguments(transform: str) -> None:
+    @jax.jit
+    def plain(x: Any) -> Any:
+        return x
+
+    def f(x: Any, n: int, mode: str) -> Any:
+        for i in range(n):
+            lox.log({mode: x + i})
+        return x * n
+
+    del plain
+    jitted = jax.jit(f, static_argnums=1, static_argnames="mode")
+    for n in (1, 3, 1, 3):
+        result = consume(transform)(jitted)(jnp.float32(2.0), n, mode="m")
+        if transform == "spool":
+            out, logs = result
+            assert float(out) == 2.0 * n
+            assert str(logs) == ("{'m': 2.0}" if n == 1 else "{'m': [2.0, 3.0, 4.0]}")
+
+
+def test_numbers_as_arguments_and_keywords() -> None:
+    @jax.jit
+    def f(x: Any, *, scale: Any) -> Any:
+        lox.log({"y": x * scale})
+        return x
+
+    for n in range(4):  # other numbers are other values, not other programs
+        assert str(lox.spool(f)(n, scale=2.0)[1]) == str({"y": 2.0 * n})
+
+
+def test_donated_arguments_are_donated() -> None:
+    @jax.jit
+    def inner(x: Any) -> Any:
+        return x
+
+    f = jax.jit(lambda x: (lox.log({"s": x.sum()}), x + 1)[1], donate_argnums=0)
+    for _ in range(3):
+        x = inner(jnp.ones(8))
+        out, logs = lox.spool(f)(x)
+        assert x.is_deleted()
+        assert str(logs) == "{'s': 8.0}"
+        assert out.tolist() == [2.0] * 8
+
+
+def test_nothing_is_kept_alive() -> None:
+    def make() -> tuple[Any, Any]:
+        big = jnp.ones(1000)
+
+        @jax.jit
+        def f(x: Any) -> Any:
+            lox.log({"x": (x * big).sum()})
+            return x
+
+        return f, weakref.ref(f)
+
+    f, ref = make()
+    for _ in range(3):
+        lox.spool(f)(jnp.float32(1))
+        lox.nolog(f)(jnp.float32(1))
+    del f
+    jax.clear_caches()
+    gc.collect()
+    assert ref() is None
+
+
+def test_another_shape_is_another_program() -> None:
+    f = jax.jit(lambda x: (lox.log({"x": x}), x)[1])
+    for n in (1, 2, 3, 1, 2, 3):
+        assert lox.spool(f)(jnp.ones(n))[1]["x"].shape == (n,)
+
+
+def test_outer_jit_of_a_spooled_jitted_function() -> None:
+    f = jax.jit(lambda x: (lox.log({"x": x}), x + 1)[1])
+    spooled = lox.spool(f)
+    assert str(spooled(1.0)[1]) == "{'x': 1.0}"
+    assert str(jax.jit(spooled)(2.0)[1]) == "{'x': 2.0}"
+    assert str(jax.vmap(spooled)(jnp.arange(2.0))[1]) == "{'x': [0.0, 1.0]}"
+    assert float(jax.grad(lambda x: spooled(x)[1]["x"] ** 2)(3.0)) == 6.0
