@@ -1,5 +1,7 @@
 """What is measured: in every case lox's version and the hand-written one stand side by side."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +24,12 @@ def check_same(a: Any, b: Any) -> None:
     (a, a_logs), (b, b_logs) = a, b
     for x, y in zip(jax.tree.leaves((a, dict(a_logs))), jax.tree.leaves((b, b_logs)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def count_instructions(function: Any, *args: Any) -> Counter[str]:
+    """How many instructions of each kind the compiled program has."""
+    text = function.lower(*args).compile().as_text()
+    return Counter(re.findall(r"= \S+ ([a-z][\w-]*)\(", text))
 
 
 # --- spool: run time, and trace and lower --------------------------------------------------------
@@ -64,6 +72,9 @@ def run_time() -> Iterator[Row]:
     for name, spooled, by_hand, args in programs():
         spooled, by_hand = jax.jit(spooled), jax.jit(by_hand)
         check_same(spooled(*args), by_hand(*args))
+        counts = [count_instructions(f, *args) for f in (spooled, by_hand)]
+        totals = [sum(count.values()) for count in counts]
+        yield Row(f"spool, compiled: {name}", "ops", *totals, equal=counts[0] == counts[1])
         calls = blocking(spooled, *args), blocking(by_hand, *args)
         yield compare(f"spool, run: {name}", *calls, goal=1.05, seconds=8)
 

@@ -62,6 +62,24 @@ def is_evaluating() -> bool:
     return current_trace() is eval_trace
 
 
+class _AnyEvaluation:
+    """Stands for all traces of lox that run functions at once."""
+
+
+_any_evaluation = _AnyEvaluation()
+_any_evaluation_ref = weakref.ref(_any_evaluation)
+
+
+def share_jit_caches(trace: Any) -> None:
+    """Let jitted functions called under this trace be cached as if all such traces were one.
+
+    JAX keys its caches with a weak reference to the current trace, so that every call of a transformed function would
+    leave an entry in the cache of each jitted function it calls. Functions that log have an effect, for which the C++
+    cache never answers: nothing can pass the trace by.
+    """
+    trace._weakref = _any_evaluation_ref
+
+
 # --- effects -------------------------------------------------------------------------------------
 
 # JAX keeps several sets of effect types (lowerable, allowed in control flow, in custom derivatives, in remat, kept by

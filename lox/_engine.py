@@ -64,11 +64,6 @@ class Handler:
         """Whether events never change the arguments or results of a block, so that primitives stay as they are."""
         return False
 
-    @property
-    def replicated_state(self) -> bool:
-        """Whether the state is the same on all devices, whatever they log."""
-        return False
-
     def split_state(self, state: Any, keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
         """The part of the state that concerns these keys, and how to put the rest back."""
         del keys
@@ -159,6 +154,8 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
         super().__init__()
         self.parent, self.run = parent, run
         self.requires_low = parent.requires_low
+        if parent is _compat.eval_trace:
+            _compat.share_jit_caches(self)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         if self.parent is _compat.eval_trace and (binds := _watched.get()) is not None:
@@ -187,8 +184,12 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
             return flat
 
         with _compat.set_current_trace(self.parent):
-            jaxpr = _compat.make_jaxpr(stage, types_of(list(tracers)))
-            outs = interpret(self.run, jaxpr, tracers)
+            types = types_of(list(tracers))
+            jaxpr = _compat.make_jaxpr(stage, types)
+            if self.parent is _compat.eval_trace and _compat.has_logs(jaxpr):
+                outs = self.run.settle(lambda state: _run_jitted(self.run, lambda: jaxpr, state, tracers, {}))
+            else:
+                outs = interpret(self.run, jaxpr, tracers)
         if len(functions) > 1:
             _compat.forget_trees(functions[0], functions[1])
         return box[0](outs)
@@ -446,21 +447,27 @@ def run_compiled(run: Run, primitive: Any, params: dict[str, Any], args: Sequenc
     identity = tuple((name, _identity(value)) for name, value in sorted(params.items()))
     types = types_of(list(args))
 
-    def attempt(state: Any) -> list[Any]:
-        key = (primitive, identity, tuple(types), run.handler, run.unbounded, _signature(state))
-        cache = _compiled.setdefault(anchor, {})
-        if key not in cache:
-            alone = _compat.make_jaxpr(lambda *xs: primitive.bind(*xs, **params), types)
-            rebuilt = Transformed(run.handler, alone, state, run.unbounded)
-            cache[key] = rebuilt, jax.jit(_compat.jaxpr_as_fun(rebuilt.jaxpr)), others
-        rebuilt, compiled, _ = cache[key]
-        if rebuilt.grown:
-            raise Grown(run, rebuilt.struct)
-        outs, state, piece = rebuilt.unpack(compiled(*jax.tree.leaves(state), *args))
-        run.absorb(state, piece, rebuilt.keys)
-        return outs
+    cache = _compiled.setdefault(anchor, {}).setdefault((primitive, identity, tuple(types)), {})
+    cache["alive"] = others  # as long as their identities are in a key
 
-    return run.settle(attempt)
+    def alone() -> Any:
+        return _compat.make_jaxpr(lambda *xs: primitive.bind(*xs, **params), types)
+
+    return run.settle(lambda state: _run_jitted(run, alone, state, args, cache))
+
+
+def _run_jitted(run: Run, jaxpr: Callable[[], Any], state: Any, args: Sequence[Any], cache: dict[Any, Any]) -> list[Any]:
+    """Run a jaxpr at once, transformed and compiled."""
+    key = (run.handler, run.unbounded, _signature(state))
+    if key not in cache:
+        rebuilt = Transformed(run.handler, jaxpr(), state, run.unbounded)
+        cache[key] = rebuilt, jax.jit(_compat.jaxpr_as_fun(rebuilt.jaxpr))
+    rebuilt, compiled = cache[key]
+    if rebuilt.grown:
+        raise Grown(run, rebuilt.struct)
+    outs, state, piece = rebuilt.unpack(compiled(*jax.tree.leaves(state), *args))
+    run.absorb(state, piece, rebuilt.keys)
+    return outs
 
 
 def _identity(value: Any) -> Any:

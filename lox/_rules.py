@@ -140,7 +140,7 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
             state, carry, _ = lax.while_loop(lambda s: s[2], body, (state, init, pred))
         else:
             state, carry = lax.while_loop(lambda s: test(*s)[1], body, (state, init))
-        run.absorb(state, (), keys)
+        run.absorb(_varying_like(_compat.out_avals(cond_jaxpr)[0], state), (), keys)
         return carry
 
     return run.settle(attempt)
@@ -148,6 +148,12 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
 
 def _where(lanes: Any, new: list[Any], old: list[Any]) -> list[Any]:
     return [jnp.where(lanes.reshape(lanes.shape + (1,) * (a.ndim - lanes.ndim)), a, b) for a, b in zip(new, old, strict=True)]
+
+
+def _varying_like(decision: Any, tree: Any) -> Any:
+    """What devices of a shard_map decide for themselves differs between them, though no operand may say so."""
+    axes = _compat.varying_axes(decision)
+    return map_laned(lambda x, _: x.map(lambda a: _compat.vary_over(a, axes)), tree) if axes else tree
 
 
 # --- branches ------------------------------------------------------------------------------------
@@ -183,9 +189,8 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
         n_state = len(jax.tree.leaves(first.struct))
         outs, state, piece = flat[: first.outs], flat[first.outs : first.outs + n_state], flat[first.outs + n_state :]
         keys = {k: all(e.keys.get(k, False) for e in entries) for e in entries for k in e.keys}
-        run.absorb(
-            jax.tree.unflatten(jax.tree.structure(first.struct), state), jax.tree.unflatten(treedef, piece), keys
-        )
+        left = jax.tree.unflatten(jax.tree.structure(first.struct), state), jax.tree.unflatten(treedef, piece)
+        run.absorb(*_varying_like(jax.typeof(index), left), keys)
         return list(outs)
 
     return run.settle(attempt)
@@ -339,8 +344,6 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
     )
 
     def varying(laned: Laned) -> tuple[str, ...]:
-        if run.handler.replicated_state:
-            return ()
         axes = [_compat.varying_axes(_compat.aval_of(x)) if check else manual for x in jax.tree.leaves(laned.tree)]
         return tuple(a for a in mesh.axis_names if a in frozenset().union(*axes))
 
@@ -357,6 +360,9 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
     def spec(laned: Laned, lead: int) -> Laned:
         names = laned.flags[0]
         return laned.map(lambda _: PartitionSpec(*[None] * lead, names) if names else PartitionSpec())
+
+    def everywhere(_: Any) -> PartitionSpec:
+        return PartitionSpec()
 
     def outside(laned: Laned, lead: int) -> Laned:
         """The type that a value has once it is outside."""
@@ -382,10 +388,10 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
             except Grown as grown:
                 raise Grown(run, rejoin(map_laned(outside, grown.struct))) from None
             left = map_laned(leave, (inner.state, inner.piece()))
-            box.update(keys=inner.keys, specs=map_laned(spec, left))
+            box.update(keys=inner.keys, specs=map_laned(spec, left, everywhere))
             return outs, left
 
-        in_specs = (map_laned(spec, inside), *params["in_specs"])
+        in_specs = (map_laned(spec, inside, everywhere), *params["in_specs"])
         outs_specs = list(params["out_specs"])
         # Which results vary is known only once the body has been traced.
         probe = sharded(lambda *xs: body(*xs)[0], in_specs=in_specs, out_specs=outs_specs)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from lox import _call, _compat, _emit, _engine, _errors, _reduce
 from lox._engine import Handler, Run
 from lox._event import Event, Meta
-from lox._lanes import Laned
 from lox._logdict import logdict
 from lox._primitive import bind
 from lox._select import Selection
@@ -82,7 +81,7 @@ class Stream(Handler):
 
     def initial_state(self) -> dict[str, Any]:
         """The token before the first event, and nothing counted or reduced yet."""
-        return {"token": Laned(_emit.new_token()), "held": {}, "counts": {}}
+        return {"token": _emit.new_token(), "held": {}, "counts": {}}
 
     def event(self, run: Run, event: Event) -> None:
         """Emit or reduce the selected keys, and let all flow on."""
@@ -102,8 +101,7 @@ class Stream(Handler):
         bind(event.replace(seen=True))
 
     def _emit(self, run: Run, event: Event) -> None:
-        token = run.state["token"]
-        run.state = {**run.state, "token": Laned(_emit.emit(self.deliver, event, token.tree), token.flags)}
+        run.state = {**run.state, "token": _emit.emit(self.deliver, event, run.state["token"])}
 
     def _emit_if_due(self, run: Run, event: Event, interval: int) -> None:
         counts, due = dict(run.state["counts"]), []
@@ -117,12 +115,11 @@ class Stream(Handler):
             treedefs={**event.treedefs, _DUE: jax.tree.structure([0] * len(due))},
             reductions={**event.reductions, _DUE: None},
         )
-        token = run.state["token"]
         # On the device, so that the host is called only when there is something to tell.
         any_due = functools.reduce(operator.or_, [jnp.any(x.tree) for x in due])
         emit = lambda token: _emit.emit(self.deliver, event, token)  # noqa: E731
-        new = jax.lax.cond(any_due, emit, lambda token: token, token.tree)
-        run.state = {**run.state, "token": Laned(new, token.flags), "counts": counts}
+        token = jax.lax.cond(any_due, emit, lambda token: token, run.state["token"])
+        run.state = {**run.state, "token": token, "counts": counts}
 
     def extend(self, run: Run, struct: dict[str, Any]) -> None:
         """The token does not change its type; the rest is as for `spool`."""
@@ -141,11 +138,6 @@ class Stream(Handler):
 
         return {**state, "held": held, "counts": counts}, rejoin
 
-    @property
-    def replicated_state(self) -> bool:
-        """Devices have no common order: the token is passed by."""
-        return True
-
     def for_rules(self) -> Handler:
         """Only events of the primal are streamed."""
         return _engine.MarkSeen()
@@ -155,7 +147,7 @@ class Stream(Handler):
         for key, held in run.state["held"].items():
             series = held.finish(run.keys.get(key, False))
             self._emit(run, Event.from_series(series).prefixed(self.prefix))
-        return run.state["token"].tree
+        return run.state["token"]
 
 
 def tap(

@@ -98,9 +98,10 @@ def test_the_functions_own_cache_stays_intact(transform: str) -> None:
     with lox.testing.capture() as before:
         f(x)
     size = f._cache_size()
-    consume(transform)(f)(x)
-    consume(transform)(f)(x)
-    assert f._cache_size() == size
+    for _ in range(5):
+        consume(transform)(f)(x)
+        consume(transform)(lambda x: f(x))(x)
+    assert f._cache_size() <= size + 1  # one entry for all calls inside a transformation
     with count_compilations() as compiled, lox.testing.capture() as after:
         f(x)
     assert compiled == []
