@@ -98,7 +98,6 @@ def plain(params, batches):
 
     def step(params, batch):
         grads = jax.grad(loss_fn)(params, batch)
-        norm(grads)
         return sgd(params, grads), None
 
     return jax.lax.scan(step, params, batches)[0]

@@ -21,7 +21,7 @@ Write `lox.log` wherever a value is interesting, and decide outside what becomes
 
 __version__ = "0.1.0"
 
-from lox import _batching
+from lox import _batching, _differentiation
 from lox import logify as logify
 from lox import testing as testing
 from lox._errors import LogTypeError as LogTypeError
@@ -42,3 +42,4 @@ from lox._spool import spool as spool
 from lox._tap import tap as tap
 
 _batching.install()
+_differentiation.install()

@@ -450,7 +450,8 @@ def _is_filled(store: Any) -> bool:
 _HOISTERS = frozenset({"_scan_known_hoisting", "_scan_partial_eval_custom"})
 
 
-def _is_hoisting() -> bool:
+def is_hoisting() -> bool:
+    """Whether JAX is about to move loop-invariant equations out of their loop."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name in _HOISTERS:
@@ -463,7 +464,7 @@ def keep_in_loop(primitive: Any) -> None:
     """Never move this primitive's equations out of a loop."""
 
     def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
-        if _is_hoisting():
+        if is_hoisting():
             tracers = tuple(trace.instantiate_const(t) for t in tracers)
         return trace.default_process_primitive(primitive, tracers, params)
 

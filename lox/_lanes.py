@@ -64,6 +64,10 @@ def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
 def union(*lanes: Lanes) -> Lanes | None:
     """Lanes wide enough for all; None where sizes or nesting depths cannot be reconciled."""
     depth = max((len(x.flags) for x in lanes), default=0)
+    present = [x for x in lanes if x.flags]
+    if len({len(x.flags) for x in present}) > 1 and len({_sizes(x) for x in present}) == 1:
+        # JAX sometimes batches twice or passes by an axis on which nothing depends: that changes nothing.
+        return next(x for x in present if len(x.flags) == depth)
     flags: list[Any] = [False] * depth
     sizes = [0] * depth
     for x in lanes:
@@ -77,10 +81,16 @@ def union(*lanes: Lanes) -> Lanes | None:
     return Lanes(tuple(flags), tuple(sizes))
 
 
+def _sizes(lanes: Lanes) -> tuple[int, ...]:
+    return tuple(size for flag, size in zip(lanes.flags, lanes.sizes, strict=True) if flag)
+
+
 def widen(laned: Laned, lanes: Lanes, lead: int = 0) -> Laned:
     """The same arrays repeated along the lanes they lack."""
     if laned.flags == lanes.flags:
         return laned
+    if len(laned.flags) != len(lanes.flags) and laned.ndim == sum(map(bool, lanes.flags)):
+        return Laned(laned.tree, lanes.flags)
     have = laned.flags or (False,) * len(lanes.flags)
 
     def widen_array(x: Any) -> Any:

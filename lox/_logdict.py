@@ -353,8 +353,8 @@ class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
         found = False
         for key in self:
             outer, layout = self._outer(key), self._layout(key)
-            levels = [f[0] for f in (*layout.flags, layout.valid_flags, *[f for _, f in layout.step_flags]) if f and f[0]]
-            found = found or outer > 0 or bool(levels)
+            # A key has been under a vmap even if nothing of it depends on the lane.
+            found = found or outer > 0 or any(layout.flags) or any(layout.valid_flags)
 
             def pick(x: Any, flags: Flags, outer: int = outer, events: bool = layout.events) -> Any:
                 if outer:

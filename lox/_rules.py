@@ -209,11 +209,16 @@ def custom_call(run: Run, jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
             with _compat.set_current_trace(RuleTrace(parent, around)):
                 return _compat.eval_equation(jaxpr, eqn, args)
 
+    # Constants that the function closes over stay closed over: its rule says nothing about them, and JAX objects to
+    # their being differentiated.
+    n_consts = eqn.params["num_consts"]
+    consts, args = args[:n_consts], args[n_consts:]
+
     def original(*xs: Any) -> list[Any]:
-        return _compat.eval_equation(jaxpr, eqn, list(xs))
+        return _compat.eval_equation(jaxpr, eqn, [*consts, *xs])
 
     wrap = _with_jvp_of if eqn.primitive.name == "custom_jvp_call" else _with_vjp_of
-    return _with_rule_of(run, original, call_jaxpr, args, wrap)
+    return _with_rule_of(run, original, call_jaxpr, consts, args, wrap)
 
 
 def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
@@ -221,7 +226,9 @@ def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
     return run_function(handler.for_rules(), fun, args, {})[0]
 
 
-def _with_rule_of(run: Run, original: Any, jaxpr: Any, args: list[Any], wrap: Any) -> list[Any]:
+def _with_rule_of(
+    run: Run, original: Any, jaxpr: Any, consts: list[Any], args: list[Any], wrap: Any
+) -> list[Any]:
     """Run `jaxpr` for values and logs, such that it is differentiated like `original`.
 
     Only the keys that are logged inside take part: the rule knows nothing of logs, so what passes through is constant
@@ -235,8 +242,13 @@ def _with_rule_of(run: Run, original: Any, jaxpr: Any, args: list[Any], wrap: An
         except Grown as grown:
             raise Grown(run, types_of(rejoin(grown.struct))) from None
         leaves = jax.tree.leaves(inside)
-        fun = wrap(run.handler, _compat.jaxpr_as_fun(entry.jaxpr), original, entry.outs, len(leaves))
-        outs, inside, piece = entry.unpack(fun(*leaves, *args))
+        evaluate = _compat.jaxpr_as_fun(entry.jaxpr)
+
+        def fun(*xs: Any) -> Any:
+            return evaluate(*xs[: len(leaves)], *consts, *xs[len(leaves) :])
+
+        wrapped = wrap(run.handler, fun, original, entry.outs, len(leaves))
+        outs, inside, piece = entry.unpack(wrapped(*leaves, *args))
         run.absorb(rejoin(inside), piece, entry.keys)
         return outs
 
@@ -302,7 +314,7 @@ def _linear_solve(run: Run, primitive: Any, params: dict[str, Any], args: list[A
     solve = _compat.make_jaxpr(
         lambda *xs: _compat.jaxpr_as_fun(jaxprs.solve)(*xs[n_rest:]), types_of([*rest, *consts, *b])
     )
-    return _with_rule_of(run, original, solve, [*rest, *consts, *b], _with_jvp_of)
+    return _with_rule_of(run, original, solve, [], [*rest, *consts, *b], _with_jvp_of)
 
 
 def _high(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
@@ -329,7 +341,7 @@ def _high(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
 
     jaxpr = _compat.make_jaxpr(expand, types_of(args))
     wrap = _with_jvp_of if type(prim).__name__ == "CustomJVPTraced" else _with_vjp_of
-    return _with_rule_of(run, original, jaxpr, args, wrap)
+    return _with_rule_of(run, original, jaxpr, [], args, wrap)
 
 
 # --- several devices -----------------------------------------------------------------------------

@@ -223,7 +223,7 @@ class Buffer:
     def empty(cls, capacity: int, key: str, event: Event) -> "Buffer":
         """Room for events like this one."""
         items = _items_of(key, event)
-        values = [Laned(_arrays.zeros((capacity + 1, *shape), dtype)) for shape, dtype in items]
+        values = [x.map(lambda a: _empty_rows(capacity + 1, a)) for x in event.values[key]]
         rows = Series(values, {}, None, event.treedefs[key], False, key, Site(event.site))
         zero = Laned(jnp.zeros((), jnp.int32))
         return cls(rows, zero, zero, capacity, items)
@@ -253,7 +253,7 @@ class Buffer:
         def put(buffer: Laned | None, x: Laned, dtype: Any, fill: Any) -> Laned:
             x = Laned(x.tree[None].astype(dtype), x.flags)
             if buffer is None:
-                buffer = Laned(jnp.full((size, *x.item_shape(1)), fill, dtype))
+                buffer = x.map(lambda a: _empty_rows(size, a[0], fill))
             lanes = _lanes.union(_lanes.lanes_of(buffer, 1), _lanes.lanes_of(x, 1))
             if lanes is None:
                 raise _errors.MismatchError(f"{key!r} is logged under different vmaps, which do not fit together.")
@@ -338,6 +338,13 @@ class Buffer:
     def dropped(self) -> Any:
         """How many events did not fit."""
         return jnp.maximum(self.count.tree - self.capacity, 0)
+
+
+def _empty_rows(count: int, like: Any, fill: Any = 0) -> Any:
+    """Rows for values like this one, sharded as it is."""
+    if _arrays.is_prng_key(like.dtype):
+        return _arrays.zeros((count, *like.shape), like.dtype)
+    return jnp.broadcast_to(jnp.full_like(like, fill)[None], (count, *like.shape))
 
 
 def _row(series: Series, index: int) -> Series:

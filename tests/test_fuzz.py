@@ -194,7 +194,8 @@ def test_program(seed: int) -> None:
     bare.__name__ = "program"  # type: ignore[attr-defined]
     nolog = jax.jit(lox.nolog(fun)).lower(x).as_text()
     assert "callback" not in nolog
-    # JAX itself leaves dead code inside these, which nolog removes, so that it has less than the program without logs;
-    # and a vmapped while loop inside a jit has been given its masks before nolog sees it.
-    if not kinds & {"custom_vmap", "linear_solve", "root"} and not kinds >= {"vmap", "while"}:
-        assert canonical(nolog) == canonical(jax.jit(bare).lower(x).as_text())
+    # A vmapped while loop inside a jit has been given its masks before nolog sees it.
+    if not kinds >= {"vmap", "while"}:
+        # JAX leaves dead code inside some primitives, which nolog removes; so it may have less than the program.
+        without = [jax.jit(f).lower(x).as_text() for f in (bare, lox.nolog(bare))]
+        assert canonical(nolog) in map(canonical, without)
