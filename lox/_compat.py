@@ -471,6 +471,25 @@ def keep_in_loop(primitive: Any) -> None:
     pe.custom_partial_eval_rules[primitive] = rule
 
 
+def inline_calls() -> None:
+    """Partially evaluate `closed_call` by evaluating its body in place.
+
+    Up to 0.10 JAX drops the part of a call that is left for later if nothing but an effect is in it, and it makes such
+    calls itself when it differentiates loops under remat.
+    """
+    from jax._src.interpreters import partial_eval
+
+    rules = getattr(partial_eval, "call_partial_eval_rules", None)
+    if rules is not None:
+
+        def rule(trace: Any, primitive: Any, fun: Any, tracers: Any, params: Any) -> Any:
+            del primitive, params
+            with set_current_trace(trace):
+                return fun.call_wrapped(*tracers)
+
+        rules[jex_core.primitives.closed_call_p] = rule
+
+
 def run_in_forward_pass(primitive: Any) -> None:
     """Under remat, run this primitive's equations with the forward pass and never again in the recomputation."""
 

@@ -72,5 +72,6 @@ def install() -> None:
     for primitive, rule in list(pe.custom_partial_eval_rules.items()):
         if not primitive.name.startswith("lox"):
             pe.custom_partial_eval_rules[primitive] = functools.partial(_stay_in_place, primitive, rule)
+    _compat.inline_calls()
     rules = pe.partial_eval_jaxpr_custom_rules
     rules[_while_p] = functools.partial(_while_under_remat, rules[_while_p])

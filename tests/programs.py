@@ -76,6 +76,7 @@ class Generator:
             kinds += ["linear_solve", "root"]  # differentiated, their solvers run for the tangents too
         if inside & {"jvp"}:
             kinds.remove("custom_vjp")  # JAX has no forward mode for it
+            kinds = [k for k in kinds if k != "custom_vmap"]  # nor, on some versions, the right shapes for this one
         if not inside & {"grad", "jvp"}:
             kinds += ["grad", "grad", "linearize"]
         if not inside:

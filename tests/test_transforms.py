@@ -224,6 +224,18 @@ def test_a_loop_invariant_log_counts_once_per_iteration(kind: str, transform: st
     assert len(events) == 5
 
 
+def test_a_while_loop_under_remat_reports_once() -> None:
+    def f(x: Any) -> Any:
+        steps = lax.while_loop(lambda c: c < 3, lambda c: noted(c) + 1, lax.stop_gradient(x) * 0)
+        return jnp.sin(x * steps)
+
+    for g in (jax.grad(jax.checkpoint(f)), jax.grad(lambda x: lax.scan(lambda c, _: (jax.checkpoint(f)(c), None), x, None, length=1)[0])):
+        assert lox.spool(g, capacity=9)(X)[1]["v"].tolist() == [0.0, 1.0, 2.0]
+        with lox.testing.capture() as events:
+            jax.block_until_ready(jax.jit(g)(X))
+        assert len(events) == 3
+
+
 def test_reverse_scan_reports_in_the_order_of_execution() -> None:
     def f(x: Any) -> Any:
         return lax.scan(lambda c, t: (c + noted(t), None), x, jnp.arange(4.0), reverse=True, unroll=2)[0]
