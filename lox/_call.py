@@ -45,8 +45,10 @@ def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwa
     """`transform(fun, args, kwargs)`, from the second time on at the speed of jit if `fun` is jitted."""
     if not isinstance(fun, _compat.PjitFunction) or not _compat.is_evaluating():
         return transform(fun, args, kwargs)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    known = _fast.setdefault(fun, {})
+    treedef = jax.tree.structure((args, kwargs))
+    known = _fast.get(fun)
+    if known is None:
+        known = _fast[fun] = {}
     found = known.get((key, treedef))
     if found:
         return found(*args, **kwargs)
@@ -55,7 +57,7 @@ def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwa
             known.pop(next(iter(known)))  # a callback made anew for every call would fill it
         with _engine.watch_binds() as binds:
             result = transform(fun, args, kwargs)
-        known[key, treedef] = _jitted(weakref.ref(fun), transform) if _is_one_jit(binds, leaves) else False
+        known[key, treedef] = _jitted(weakref.ref(fun), transform) if _is_one_jit(binds, jax.tree.leaves((args, kwargs))) else False
         return result
     return transform(fun, args, kwargs)
 

@@ -6,6 +6,7 @@ effects do not: they fail under vmap, grad and on several devices.) All lanes of
 """
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 from lox import _arrays, _compat
 from lox._event import Event, Meta
-from lox._logdict import logdict
+from lox._logdict import Layout, logdict
 
 Deliver = Callable[[logdict], None]
 
@@ -43,27 +44,69 @@ def _abstract_eval(token: Any, *avals: Any, deliver: Deliver, meta: Meta) -> Any
     return [token], {_compat.emit_effect}
 
 
-def _call_host(token: Any, *operands: Any, deliver: Deliver, meta: Meta) -> tuple[Any]:
-    # The buffers belong to the runtime and are reused after the call: what the callback gets, it may keep.
-    event = Event.from_operands(meta, [np.array(x) for x in operands])
-    if event.mask is not None and not event.mask.flags:
-        event = event.replace(mask=None) if event.mask.tree else None
-    if event is not None and (event.mask is None or event.mask.tree.any()):
-        deliver(event.as_logdict())
-    return (token,)
+# One event at a time, as a callback expects: several devices may call at once.
+_delivering = threading.RLock()
+
+
+class HostCall:
+    """Turns the operands of one `emit_p` into a logdict and delivers it.
+
+    What does not change from event to event is worked out once: a callback costs a few microseconds, and making an
+    `Event` first would cost more than that.
+    """
+
+    def __init__(self, deliver: Deliver, meta: Meta, ndims: list[int]):
+        self.deliver, self.meta = deliver, meta
+        steps = meta.steps
+        first_step = sum(t.num_leaves for t in meta.treedefs)
+        self.step_index = {name: first_step + n for n, name in enumerate(steps)}
+        mask_flags = meta.flags[-1] if meta.masked else ()
+        self.lane_mask = any(mask_flags)
+        self.slices: list[tuple[str, Any, slice]] = []
+        self.layouts: dict[str, Layout] = {}
+        start = 0
+        for key, treedef in zip(meta.keys, meta.treedefs, strict=True):
+            stop = start + treedef.num_leaves
+            self.slices.append((key, treedef, slice(start, stop)))
+            self.layouts[key] = Layout(
+                False,
+                meta.flags[start:stop],
+                tuple(ndims[start:stop]),
+                tuple((name, meta.flags[n]) for name, n in sorted(self.step_index.items())),
+                mask_flags if self.lane_mask else (),
+            )
+            start = stop
+        self.single = jax.tree.structure(0)
+
+    def __call__(self, token: Any, *operands: Any) -> tuple[Any]:
+        """Called by the runtime, whose buffers are reused after the call: what the callback gets, it may keep."""
+        if self.meta.masked and not operands[-1].any():
+            return (token,)
+        arrays = [np.array(x) for x in operands]
+        logs = logdict()
+        for key, treedef, part in self.slices:
+            leaves = arrays[part]
+            logs[key] = leaves[0] if treedef == self.single else jax.tree.unflatten(treedef, leaves)
+        for name, n in self.step_index.items():
+            logs.steps[name] = dict.fromkeys(self.meta.keys, arrays[n])
+        if self.lane_mask:
+            logs.valid = dict.fromkeys(self.meta.keys, arrays[-1])
+        logs._layouts = dict(self.layouts)
+        with _delivering:
+            self.deliver(logs)
+        return (token,)
 
 
 @emit_p.def_impl
 def _impl(token: Any, *operands: Any, deliver: Deliver, meta: Meta) -> list[Any]:
-    _call_host(token, *[np.asarray(x) for x in operands], deliver=deliver, meta=meta)
+    arrays = [np.asarray(x) for x in operands]
+    HostCall(deliver, meta, [x.ndim for x in arrays])(token, *arrays)
     return [token]
 
 
 def _lower(ctx: Any, *operands: Any, deliver: Deliver, meta: Meta) -> Any:
-    def callback(token: Any, *arrays: Any) -> tuple[Any]:
-        return _call_host(token, *arrays, deliver=deliver, meta=meta)
-
-    return _compat.lower_callback(ctx, callback, *operands)
+    call = HostCall(deliver, meta, [len(a.shape) for a in ctx.avals_in[1:]])
+    return _compat.lower_callback(ctx, call, *operands)
 
 
 mlir.register_lowering(emit_p, _lower)

@@ -48,6 +48,12 @@ class LoxWarning(UserWarning):
     """Something a user should know, such as events dropped for want of capacity."""
 
 
+for _name in list(globals()):
+    # In tracebacks as users know them: lox.SpoolError.
+    if isinstance(globals()[_name], type) and issubclass(globals()[_name], LoxError | LoxWarning):
+        globals()[_name].__module__ = "lox"
+
+
 def listing(names: Iterable[str]) -> str:
     """Names as a person would list them: `'a', 'b' and 'c'`."""
     quoted = [repr(n) for n in names]

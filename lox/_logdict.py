@@ -113,9 +113,14 @@ class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "logdict":
         """The inverse of `tree_flatten_with_keys`."""
+        # Without `__init__`, which would copy: every call of a spooled function comes through here.
         keys, layouts = aux
         values, steps, valid, dropped = children
-        return cls({k: values[k] for k in keys}, steps=steps, valid=valid, dropped=dropped, layouts=dict(layouts))
+        logs = cls.__new__(cls)
+        for key in keys:
+            logs[key] = values[key]
+        logs.__dict__ = {"steps": steps, "valid": valid, "dropped": dropped, "_layouts": dict(layouts)}
+        return logs
 
     def _layout(self, key: str) -> Layout:
         if key in self._layouts:

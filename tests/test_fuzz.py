@@ -199,8 +199,9 @@ def test_program(seed: int) -> None:
     bare.__name__ = "program"  # type: ignore[attr-defined]
     nolog = jax.jit(lox.nolog(fun)).lower(x).as_text()
     assert "callback" not in nolog
-    # A vmapped while loop inside a jit has been given its masks before nolog sees it.
-    if not kinds >= {"vmap", "while"}:
+    # By the time nolog sees it, a vmapped while loop inside a jit has its masks; and differentiating a loop that does
+    # nothing but log, JAX has already decided that it does something.
+    if "while" not in kinds or not kinds & {"vmap", "jvp", "linearize"}:
         without = jax.jit(bare).lower(x).as_text()
         # JAX leaves dead code inside some primitives, which nolog removes: then there is less, but never more.
-        assert canonical(nolog) == canonical(without) or operations(nolog) < operations(without)
+        assert canonical(nolog) == canonical(without) or operations(nolog) <= operations(without)
