@@ -8,15 +8,16 @@ Write `lox.log` wherever a value is interesting, and decide outside what becomes
 ...         carry += x
 ...         lox.log({"carry": carry})
 ...         return carry, x
+...
 ...     return jax.lax.scan(step, 0, xs)[0]
->>> y, logs = lox.spool(f)(jnp.arange(3))                # return the logs beside the result
+>>> y, logs = lox.spool(f)(jnp.arange(3))  # return the logs beside the result
 >>> print(logs)
 {'carry': [0, 1, 3]}
->>> y = lox.tap(f, callback=print)(jnp.arange(3))        # stream them while the program runs
+>>> y = lox.tap(f, callback=print)(jnp.arange(3))  # stream them while the program runs
 {'carry': 0}
 {'carry': 1}
 {'carry': 3}
->>> y = lox.nolog(f)(jnp.arange(3))                      # remove them, at no cost
+>>> y = lox.nolog(f)(jnp.arange(3))  # remove them, at no cost
 """
 
 __version__ = "0.1.0"

@@ -16,7 +16,7 @@ def numpy_for(*trees: Any) -> Any:
 
 def is_prng_key(dtype: Any) -> bool:
     """Whether this is the dtype of typed PRNG keys."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def missing_value(dtype: Any) -> Any:

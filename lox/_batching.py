@@ -241,7 +241,7 @@ def _masked_branches(branches: Any, types: Any) -> Any:
         def fun(index: Any, *xs: Any) -> list[Any]:
             return _masked_call(branch, index == number, xs)
 
-        return _compat.make_jaxpr(fun, [jax.core.ShapedArray((), jnp.int32), *types])
+        return _compat.make_jaxpr(fun, [_compat.array_type((), jnp.int32), *types])
 
     return tuple(masked(number, branch) for number, branch in enumerate(branches))
 
@@ -265,7 +265,9 @@ def _while_rule(
 
     n_consts = cond_nconsts + body_nconsts
     cond_consts, init = args[:cond_nconsts], args[n_consts:]
-    start = _vmap(axis_data, lambda *xs: _compat.jaxpr_as_fun(cond_jaxpr)(*xs)[0], (*dims[:cond_nconsts], *dims[n_consts:]))
+    start = _vmap(
+        axis_data, lambda *xs: _compat.jaxpr_as_fun(cond_jaxpr)(*xs)[0], (*dims[:cond_nconsts], *dims[n_consts:])
+    )
     running = start(*cond_consts, *init)
 
     def body(*xs: Any) -> list[Any]:
@@ -275,7 +277,7 @@ def _while_rule(
         (go_on,) = _masked_call(cond_jaxpr, running, [*cond_consts, *carry])
         return [*carry, running & go_on]
 
-    flag = jax.core.ShapedArray((), jnp.bool_)
+    flag = _compat.array_type((), jnp.bool_)
     carry_types = [*_compat.in_avals(body_jaxpr)[body_nconsts:], flag]
     const_types = [*_compat.in_avals(cond_jaxpr)[:cond_nconsts], *_compat.in_avals(body_jaxpr)[:body_nconsts]]
     outs, out_dims = rule(

@@ -57,7 +57,9 @@ def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwa
             known.pop(next(iter(known)))  # a callback made anew for every call would fill it
         with _engine.watch_binds() as binds:
             result = transform(fun, args, kwargs)
-        known[key, treedef] = _jitted(weakref.ref(fun), transform) if _is_one_jit(binds, jax.tree.leaves((args, kwargs))) else False
+        known[key, treedef] = (
+            _jitted(weakref.ref(fun), transform) if _is_one_jit(binds, jax.tree.leaves((args, kwargs))) else False
+        )
         return result
     return transform(fun, args, kwargs)
 

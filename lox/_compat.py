@@ -13,8 +13,8 @@ import weakref
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.linear_util as lu
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.core import trace_ctx as _trace_ctx
@@ -86,9 +86,7 @@ def share_jit_caches(trace: Any) -> None:
 # JAX keeps several sets of effect types (lowerable, allowed in control flow, in custom derivatives, in remat, kept by
 # partial evaluation), all tested with isinstance. Subclassing the debug effect joins them all; an effect outside the
 # last one gives zero events under grad(scan).
-_DebugEffect: Any = type(
-    next(iter(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects))
-)
+_DebugEffect: Any = type(next(iter(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)))
 
 
 class LogEffect(_DebugEffect):
@@ -108,20 +106,21 @@ emit_effect = EmitEffect()
 
 # --- jaxprs --------------------------------------------------------------------------------------
 
-MERGED_JAXPR = jex_core.Jaxpr is jex_core.ClosedJaxpr  # since 0.11 one class, constants attached
+_ClosedJaxpr: Any = jex_core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+MERGED_JAXPR = jex_core.Jaxpr is _ClosedJaxpr  # since 0.11 one class, constants attached
 Jaxpr = jex_core.Jaxpr
 
 
 def is_jaxpr(x: Any) -> bool:
     """Whether `x` is a jaxpr, open or closed."""
-    return isinstance(x, jex_core.Jaxpr | jex_core.ClosedJaxpr)
+    return isinstance(x, jex_core.Jaxpr | _ClosedJaxpr)
 
 
 def split_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     """The open jaxpr and its constants."""
     if MERGED_JAXPR:
         return jaxpr, list(jaxpr.consts)
-    if isinstance(jaxpr, jex_core.ClosedJaxpr):
+    if isinstance(jaxpr, _ClosedJaxpr):
         return jaxpr.jaxpr, list(jaxpr.consts)
     return jaxpr, []
 
@@ -297,6 +296,11 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     return frozenset(getattr(aval, "vma", ()))
 
 
+def array_type(shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of arrays of this shape and dtype."""
+    return jax.core.ShapedArray(shape, dtype)
+
+
 def aval_of(x: Any) -> Any:
     """The type of a value; types are their own."""
     return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
@@ -319,7 +323,7 @@ def vary_over(x: Any, axes: frozenset[Any]) -> Any:
         return x
     if hasattr(lax, "pcast"):  # since 0.8
         return lax.pcast(x, missing, to="varying")
-    return lax.pvary(x, missing)
+    return lax.pvary(x, missing)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # --- parameters whose layout changed -------------------------------------------------------------

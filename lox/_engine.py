@@ -172,7 +172,9 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
 
     # Primitives that carry Python functions. They are traced first, so that only jaxprs need rules.
 
-    def _staged(self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any) -> Any:
+    def _staged(
+        self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
+    ) -> Any:
         box: list[Any] = []
 
         def stage(*args: Any) -> Any:
@@ -223,8 +225,8 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
     def process_map(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
         return self._staged("process_map", primitive, (fun,), tracers, params)
 
-    def stage_value(self, value: Any) -> Any:
-        return self.parent.stage_value(value)
+    def stage_value(self, val: Any) -> Any:
+        return self.parent.stage_value(val)
 
     def cur_qdd(self, x: Any) -> Any:
         return self.parent.cur_qdd(x)
@@ -256,12 +258,13 @@ def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], k
     return jax.tree.unflatten(box[0], _compat.jaxpr_as_fun(jaxpr)(*given))
 
 
-def run_function(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Run]:
+def run_function(
+    handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, Run]:
     """Call `fun`, its logs handed to `handler`."""
     run = Run(handler, handler.initial_state())
-    with _compat.take_current_trace() as parent:
-        with _compat.set_current_trace(LogTrace(parent, run)):
-            out = fun(*args, **kwargs)
+    with _compat.take_current_trace() as parent, _compat.set_current_trace(LogTrace(parent, run)):
+        out = fun(*args, **kwargs)
     return out, run
 
 
@@ -390,6 +393,10 @@ def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:
 class Transformed:
     """A jaxpr whose logs have become arguments and results: `(*state, *args) -> (*outs, *state, *piece)`."""
 
+    keys: dict[str, bool]
+    struct: Any
+    piece: Any
+
     def __init__(self, handler: Handler, jaxpr: Any, state: Any, unbounded: bool):
         leaves, state_tree = jax.tree.flatten(state)
         self.outs = len(_compat.out_avals(jaxpr))
@@ -456,7 +463,9 @@ def run_compiled(run: Run, primitive: Any, params: dict[str, Any], args: Sequenc
     return run.settle(lambda state: _run_jitted(run, alone, state, args, cache))
 
 
-def _run_jitted(run: Run, jaxpr: Callable[[], Any], state: Any, args: Sequence[Any], cache: dict[Any, Any]) -> list[Any]:
+def _run_jitted(
+    run: Run, jaxpr: Callable[[], Any], state: Any, args: Sequence[Any], cache: dict[Any, Any]
+) -> list[Any]:
     """Run a jaxpr at once, transformed and compiled."""
     key = (run.handler, run.unbounded, _signature(state))
     if key not in cache:

@@ -76,7 +76,8 @@ def unbounded_loop(key: str, site: str) -> SpoolError:
 def opaque_primitive(name: str, keys: Iterable[str], site: str) -> TransformError:
     """For a log inside a primitive without a rule."""
     return TransformError(
-        f"cannot reach the log of {listing(keys)}: it is inside `{name}`, whose body lox does not know how to rewrite.\n"
+        f"cannot reach the log of {listing(keys)}: it is inside `{name}`, "
+        "whose body lox does not know how to rewrite.\n"
         f"  logged at {site}\n"
         "Either log the value outside:   return it from the function and `lox.log` it there\n"
         "or remove the log:              delete the `lox.log` call inside the primitive's body"

@@ -53,7 +53,9 @@ class Event:
         """Sort the operands of `log_p`."""
         rest = iter([Laned(x, f) for x, f in zip(operands, meta.flags, strict=True)])
         return cls(
-            values={k: [next(rest) for _ in range(t.num_leaves)] for k, t in zip(meta.keys, meta.treedefs, strict=True)},
+            values={
+                k: [next(rest) for _ in range(t.num_leaves)] for k, t in zip(meta.keys, meta.treedefs, strict=True)
+            },
             treedefs=dict(zip(meta.keys, meta.treedefs, strict=True)),
             reductions=dict(zip(meta.keys, meta.reductions, strict=True)),
             steps={s: next(rest) for s in meta.steps},

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from lox import _arrays, _compat
+
 if TYPE_CHECKING:
     from lox._logdict import logdict
 
@@ -20,7 +22,7 @@ def compact(logs: "logdict") -> str:
 
 
 def _is_abstract(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__") and not np.isscalar(x)
+    return isinstance(x, _compat.Tracer) or (not hasattr(x, "__array__") and not np.isscalar(x))
 
 
 def _value(value: Any, valid: Any = None) -> str:
@@ -29,10 +31,11 @@ def _value(value: Any, valid: Any = None) -> str:
     if isinstance(value, list | tuple):
         fields = getattr(value, "_fields", None)
         if fields is not None:
-            return f"{type(value).__name__}({', '.join(f'{n}={_value(v, valid)}' for n, v in zip(fields, value, strict=True))})"
+            inner = ", ".join(f"{n}={_value(v, valid)}" for n, v in zip(fields, value, strict=True))
+            return f"{type(value).__name__}({inner})"
         inner = ", ".join(_value(v, valid) for v in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
-    if isinstance(value, jax.core.Tracer) or _is_key(value):
+    if isinstance(value, _compat.Tracer) or _is_key(value):
         return _type(value)
     if hasattr(value, "dtype") or np.isscalar(value):
         return _array(np.asarray(value), None if valid is None or _is_abstract(valid) else np.asarray(valid))
@@ -50,7 +53,7 @@ class _Text:
 
 
 def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return hasattr(x, "dtype") and _arrays.is_prng_key(x.dtype)
 
 
 def _type(x: Any) -> str:

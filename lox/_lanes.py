@@ -122,9 +122,7 @@ def expand_to(laned: Laned, flags: Flags, ndim: int, lead: int = 0) -> Any:
     return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
-def map_laned(
-    fun: Callable[[Laned, int], Any], tree: Any, other: Callable[[Any], Any] = lambda x: x
-) -> Any:
+def map_laned(fun: Callable[[Laned, int], Any], tree: Any, other: Callable[[Any], Any] = lambda x: x) -> Any:
     """Apply `fun(laned, lead)` to every `Laned` in a tree; those of a series come after its event axis.
 
     Arrays that are not laned are the same in all lanes: they stay, or become `other(array)`.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lox import _arrays, _errors, _format, _lanes, _reduce, _series
+from lox import _arrays, _compat, _errors, _format, _lanes, _reduce, _series
 from lox._lanes import Flags, Laned
 from lox._series import Series, Site
 
@@ -43,7 +43,7 @@ class _Keys(tuple[str, ...]):
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
+class logdict(dict[str, Any]):
     """A dict of logs that also knows their steps.
 
     >>> import jax, jax.numpy as jnp, lox
@@ -52,6 +52,7 @@ class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
     ...         carry += xs[i]
     ...         lox.log({"carry": carry}, step=i)
     ...         return carry
+    ...
     ...     return jax.lax.fori_loop(0, len(xs), body, 0)
     >>> y, logs = lox.spool(f)(jnp.arange(3))
     >>> print(logs, logs.step)
@@ -146,7 +147,7 @@ class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
         return self._replace({k: self[k] for k in self})
 
     def _replace(self, data: dict[str, Any], **changes: Any) -> "logdict":
-        fields = dict(steps=self.steps, valid=self.valid, dropped=self.dropped, layouts=self._layouts)
+        fields: dict[str, Any] = dict(steps=self.steps, valid=self.valid, dropped=self.dropped, layouts=self._layouts)
         new = logdict(data, **(fields | changes))
         new.steps = {name: new._of_present(of) for name, of in new.steps.items()}
         new.steps = {name: of for name, of in new.steps.items() if of}
@@ -234,7 +235,9 @@ class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
         flags = dict(layout.step_flags)
         valid = self.valid.get(key)
         return Series(
-            values=[Laned(np.asarray(x) if np.isscalar(x) else x, f) for x, f in zip(leaves, layout.flags, strict=True)],
+            values=[
+                Laned(np.asarray(x) if np.isscalar(x) else x, f) for x, f in zip(leaves, layout.flags, strict=True)
+            ],
             steps={
                 name: Laned(np.asarray(of[key]) if np.isscalar(of[key]) else of[key], flags.get(name, ()))
                 for name, of in self.steps.items()
@@ -322,7 +325,7 @@ class logdict(dict[str, Any]):  # noqa: N801  a dict, named like one
                 xp = _arrays.numpy_for(series.values)
                 new.valid[key] = xp.zeros(series.values[0].tree.shape[:axis], bool)
             leaves = jax.tree.leaves(new[key])
-            flags = (layout.flags[:1] if reduction.name == "count" else layout.flags)
+            flags = layout.flags[:1] if reduction.name == "count" else layout.flags
             new._layouts[key] = layout._replace(
                 events=False, flags=flags, ndims=tuple(np.ndim(x) - axis for x in leaves)
             )
@@ -423,7 +426,7 @@ class _Slicer:
 
 
 def _all_true(x: Any) -> bool:
-    return not isinstance(x, jax.core.Tracer) and bool(np.asarray(x).all())
+    return not isinstance(x, _compat.Tracer) and bool(np.asarray(x).all())
 
 
 def _blank(series: Series) -> Series:
@@ -432,7 +435,7 @@ def _blank(series: Series) -> Series:
     valid, flags, lead = series.valid, series.valid.flags, series.lead
 
     def blanked(x: Laned, missing: Callable[[Any], Any]) -> Laned:
-        if jax.dtypes.issubdtype(x.tree.dtype, jax.dtypes.prng_key):
+        if _arrays.is_prng_key(x.tree.dtype):
             return x
         have = x.flags or (False,) * len(flags)
         # A value that is the same in all lanes is missing only where no lane has it.

@@ -134,7 +134,8 @@ def log(
         reductions[name] = _reduce.resolve(reduce, key)
     if isinstance(reduce, Mapping) and set(reduce) - set(data):
         raise _errors.OptionError(
-            f"`reduce` names {_errors.listing(set(reduce) - set(data))}, but `lox.log` was given {_errors.listing(data)}."
+            f"`reduce` names {_errors.listing(set(reduce) - set(data))}, "
+            f"but `lox.log` was given {_errors.listing(data)}."
         )
     event = Event(
         values=values,

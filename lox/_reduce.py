@@ -142,13 +142,13 @@ def _extreme(name: str, choose: Any, start: Any) -> Reduction:
 def _lowest(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.inexact):
         return -jnp.inf
-    return False if dtype == bool else jnp.iinfo(dtype).min
+    return False if dtype.kind == "b" else jnp.iinfo(dtype).min
 
 
 def _highest(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.inf
-    return True if dtype == bool else jnp.iinfo(dtype).max
+    return True if dtype.kind == "b" else jnp.iinfo(dtype).max
 
 
 _REDUCTIONS = {
@@ -163,9 +163,7 @@ _REDUCTIONS = {
         "first",
     ),
     "last": Reduction(lambda x: x, lambda state, x: x, lambda state: state, "last"),
-    "count": Reduction(
-        lambda x: jnp.zeros((), jnp.int32), lambda state, x: state + 1, lambda state: state, "count"
-    ),
+    "count": Reduction(lambda x: jnp.zeros((), jnp.int32), lambda state, x: state + 1, lambda state: state, "count"),
     "std": Reduction(_var_init, _var_update, lambda state: jnp.sqrt(_var_finish(state)), "std"),
     "var": Reduction(_var_init, _var_update, _var_finish, "var"),
     "append": Reduction(lambda x: x, lambda state, x: x, lambda state: state, "append"),
@@ -183,7 +181,8 @@ def resolve(how: Any, key: str) -> Reduction | None:
     if isinstance(how, str) and how in _REDUCTIONS:
         return _REDUCTIONS[how]
     raise _errors.OptionError(
-        f"there is no reduction {how!r} (for {key!r}). Choose {_errors.listing(sorted(_REDUCTIONS))}, or give a `lox.Reduction`."
+        f"there is no reduction {how!r} (for {key!r}). "
+        f"Choose {_errors.listing(sorted(_REDUCTIONS))}, or give a `lox.Reduction`."
     )
 
 

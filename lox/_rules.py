@@ -79,6 +79,7 @@ def _scan(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
     n_consts, n_carry = _compat.scan_split(params)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     options, jaxpr = _compat.scan_options(params), params["jaxpr"]
+
     def attempt(state: Any) -> list[Any]:
         keys: dict[str, bool] = {}
 
@@ -147,7 +148,10 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
 
 
 def _where(lanes: Any, new: list[Any], old: list[Any]) -> list[Any]:
-    return [jnp.where(lanes.reshape(lanes.shape + (1,) * (a.ndim - lanes.ndim)), a, b) for a, b in zip(new, old, strict=True)]
+    return [
+        jnp.where(lanes.reshape(lanes.shape + (1,) * (a.ndim - lanes.ndim)), a, b)
+        for a, b in zip(new, old, strict=True)
+    ]
 
 
 def _varying_like(decision: Any, tree: Any) -> Any:
@@ -180,9 +184,7 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
 
                 return branch
 
-            jaxprs = [
-                _compat.make_jaxpr(padded(e, fit), types) for e, fit in zip(entries, unify, strict=True)
-            ]
+            jaxprs = [_compat.make_jaxpr(padded(e, fit), types) for e, fit in zip(entries, unify, strict=True)]
             treedef = box[0]
         jaxprs = _compat.with_common_types(jaxprs, types)
         flat = primitive.bind(index, *leaves, *operands, **dict(params, branches=tuple(jaxprs)))
@@ -190,7 +192,8 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
         outs, state, piece = flat[: first.outs], flat[first.outs : first.outs + n_state], flat[first.outs + n_state :]
         keys = {k: all(e.keys.get(k, False) for e in entries) for e in entries for k in e.keys}
         left = jax.tree.unflatten(jax.tree.structure(first.struct), state), jax.tree.unflatten(treedef, piece)
-        run.absorb(*_varying_like(jax.typeof(index), left), keys)
+        state, piece = _varying_like(jax.typeof(index), left)
+        run.absorb(state, piece, keys)
         return list(outs)
 
     return run.settle(attempt)
@@ -201,7 +204,6 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
 
 def custom_call(run: Run, jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
     """The rule for custom_jvp and custom_vjp, which needs the whole equation."""
-
     call_jaxpr = eqn.params["call_jaxpr"]
     if not _compat.has_logs(call_jaxpr):
         with _compat.take_current_trace() as parent:
@@ -226,9 +228,7 @@ def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
     return run_function(handler.for_rules(), fun, args, {})[0]
 
 
-def _with_rule_of(
-    run: Run, original: Any, jaxpr: Any, consts: list[Any], args: list[Any], wrap: Any
-) -> list[Any]:
+def _with_rule_of(run: Run, original: Any, jaxpr: Any, consts: list[Any], args: list[Any], wrap: Any) -> list[Any]:
     """Run `jaxpr` for values and logs, such that it is differentiated like `original`.
 
     Only the keys that are logged inside take part: the rule knows nothing of logs, so what passes through is constant
@@ -351,9 +351,7 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
     """What varies over devices leaves with a device axis, as the outermost lane; what does not leaves as it is."""
     jaxpr, mesh, check = params["jaxpr"], params["mesh"], params["check_vma"]
     manual = _compat.manual_axes(params)
-    sharded = functools.partial(
-        jax.shard_map, mesh=mesh, axis_names=manual, check_vma=check
-    )
+    sharded = functools.partial(jax.shard_map, mesh=mesh, axis_names=manual, check_vma=check)
 
     def varying(laned: Laned) -> tuple[str, ...]:
         axes = [_compat.varying_axes(_compat.aval_of(x)) if check else manual for x in jax.tree.leaves(laned.tree)]
@@ -382,7 +380,7 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
 
         def aval(a: Any) -> Any:
             shape = (*a.shape[:lead], size, *a.shape[lead:]) if names else a.shape
-            return jax.core.ShapedArray(shape, a.dtype)
+            return _compat.array_type(shape, a.dtype)
 
         return Laned(jax.tree.map(aval, laned.tree), (names, *laned.flags))
 

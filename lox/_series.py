@@ -238,9 +238,7 @@ def conform(series: Series | None, shape: Shape) -> Series:
             (),
             False,
         )
-    return dataclasses.replace(
-        shape.model, values=values, steps=steps, valid=valid, single=shape.single
-    )
+    return dataclasses.replace(shape.model, values=values, steps=steps, valid=valid, single=shape.single)
 
 
 def _full(shape: tuple[int, ...], fill: Any, dtype: Any) -> Any:

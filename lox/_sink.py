@@ -14,9 +14,9 @@ class Config:
     """Settings of lox, at `lox.config`.
 
     >>> import lox
-    >>> lox.config.sink = "off"      # ignore events that no spool or tap has claimed
+    >>> lox.config.sink = "off"  # ignore events that no spool or tap has claimed
     >>> lox.config.sink = "console"  # print them: the default
-    >>> lox.config.sink = lambda logs: None   # or do with them what you like
+    >>> lox.config.sink = lambda logs: None  # or do with them what you like
 
     The sink is read when an event arrives, so that functions already compiled follow it.
     """

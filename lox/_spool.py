@@ -42,11 +42,8 @@ class Collect(Handler):
         return {}
 
     def reduction(self, key: str, own: _reduce.Reduction | None) -> _reduce.Reduction | None:
-        """spool's mapping for the key wins over the log's own reduction, which wins over spool's for all keys."""
-        if isinstance(self.reduce, tuple):
-            found = dict(self.reduce).get(key, own)
-        else:
-            found = own or self.reduce
+        """Spool's mapping for the key wins over the log's own reduction, which wins over spool's for all keys."""
+        found = dict(self.reduce).get(key, own) if isinstance(self.reduce, tuple) else own or self.reduce
         return None if found is not None and found.name == "append" else found
 
     def event(self, run: Run, event: Event) -> None:

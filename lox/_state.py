@@ -62,7 +62,7 @@ def _take_steps(key: str, old: dict[str, Laned], event: Event, happened: Laned |
         step = Laned(_arrays.missing_step(dtype)) if step is None else step
         before = old.get(name) or Laned(_arrays.missing_step(dtype))
         lanes = _union(key, before, step, happened)
-        step, before = (_lanes.widen(x.map(lambda a: jnp.asarray(a, dtype)), lanes) for x in (step, before))
+        step, before = (_lanes.widen(Laned(jnp.asarray(x.tree, dtype), x.flags), lanes) for x in (step, before))
         if happened is not None:
             keep = _lanes.widen(happened, lanes)
             step = Laned(jnp.where(keep.tree, step.tree, before.tree), lanes.flags)
@@ -154,7 +154,9 @@ class Fold:
         steps = {}
         for name, target in struct.steps.items():
             step = self.steps.get(name) or Laned(jnp.asarray(_arrays.missing_step(target.tree.dtype)))
-            steps[name] = Laned(_typed_like(_lanes.widen(step, _lanes.lanes_of(target)).tree, target.tree), target.flags)
+            steps[name] = Laned(
+                _typed_like(_lanes.widen(step, _lanes.lanes_of(target)).tree, target.tree), target.flags
+            )
         count = _lanes.widen(self.count, _lanes.lanes_of(struct.count))
         count = Laned(_typed_like(count.tree, struct.count.tree), struct.count.flags)
         return dataclasses.replace(old, states=states, steps=steps, count=count)

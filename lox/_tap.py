@@ -92,10 +92,11 @@ class Stream(Handler):
             self.collect.event(inner, event.only(reduced))
             run.state = {**run.state, "held": inner.state}
         direct = [k for k in selected if k not in reduced]
-        if direct and self.collect.interval is None:
+        interval = self.collect.interval
+        if direct and interval is None:
             self._emit(run, event.only(direct).prefixed(self.prefix))
-        elif direct:
-            self._emit_if_due(run, event.only(direct), self.collect.interval)
+        elif direct and interval is not None:
+            self._emit_if_due(run, event.only(direct), interval)
         for key in selected:
             run.note(key, event.mask is None)
         bind(event.replace(seen=True))
@@ -168,6 +169,7 @@ def tap(
     ...         carry += x
     ...         lox.log({"carry": carry})
     ...         return carry, x
+    ...
     ...     return jax.lax.scan(step, 0, xs)[0]
     >>> y = lox.tap(f, lambda logs: print("Logging:", logs))(jnp.arange(3))
     Logging: {'carry': 0}

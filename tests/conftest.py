@@ -3,9 +3,7 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-).strip()
+os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
 os.environ.pop("LOX_SINK", None)
 # An int that silently becomes a float somewhere in lox would change users' values.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")

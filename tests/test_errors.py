@@ -87,9 +87,7 @@ def in_reduce(x):
     return jax.lax.reduce(x, jnp.float32(0), add, (0,))
 
 
-@pytest.mark.parametrize(
-    "transform", [lox.spool, lox.tap, lox.nolog, lambda f: jax.jit(lox.spool(f))]
-)
+@pytest.mark.parametrize("transform", [lox.spool, lox.tap, lox.nolog, lambda f: jax.jit(lox.spool(f))])
 def test_a_primitive_without_a_rule(transform):
     with pytest.raises(lox.TransformError) as info:
         transform(in_reduce)(jnp.arange(3.0))
@@ -175,9 +173,7 @@ def test_mismatch_between_branches():
     assert text.startswith("'x' is logged with different shape:\n")
     assert f"  shape () at test_errors.py:{first + 2} (branches.yes)\n" in text
     assert f"  shape (2,) at test_errors.py:{first + 6} (branches.no)\n" in text
-    assert text.endswith(
-        "\nAll events of a key are collected together. Use two keys, or make the shape the same."
-    )
+    assert text.endswith("\nAll events of a key are collected together. Use two keys, or make the shape the same.")
 
 
 def test_mismatch_between_lanes():
@@ -251,8 +247,7 @@ def test_axes_that_are_gone():
         with pytest.raises(lox.LoxError) as info:
             act()
         assert str(info.value) == (
-            "the arrays of 'x' have lost axes since they were logged: "
-            "they cannot be taken for events."
+            "the arrays of 'x' have lost axes since they were logged: they cannot be taken for events."
         )
 
 
@@ -266,9 +261,7 @@ def test_no_lanes():
 
 
 def test_a_state_that_changes_its_type():
-    wrong = lox.Reduction(
-        lambda x: jnp.int32(0), lambda state, x: state.astype(x.dtype) + x, lambda state: state
-    )
+    wrong = lox.Reduction(lambda x: jnp.int32(0), lambda state, x: state.astype(x.dtype) + x, lambda state: state)
 
     def f():
         lox.log({"x": 1.5})
@@ -277,6 +270,5 @@ def test_a_state_that_changes_its_type():
         lox.spool(f, reduce=wrong)()
     assert type(info.value) is lox.OptionError
     assert str(info.value) == (
-        "a reduction's `update` must not change its state's type: "
-        "it was int32[] and became float32[]."
+        "a reduction's `update` must not change its state's type: it was int32[] and became float32[]."
     )

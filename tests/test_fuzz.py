@@ -31,7 +31,7 @@ def program_for(seed: int) -> tuple[programs.Block, float]:
         generator = programs.Generator(seed * 1000 + attempt)
         program, x = generator.program(), float(generator.random.randint(0, 20))
         counts = [len(programs.run_plain(program, x + lane)[1]) for lane in range(3)]
-        if 0 < sum(counts) and max(counts) <= MAX_EVENTS:
+        if sum(counts) > 0 and max(counts) <= MAX_EVENTS:
             return program, x
         attempt += 1
 
@@ -128,7 +128,9 @@ def assert_streamed(logs: list[lox.logdict], events: list[programs.Event], what:
 
 def canonical(hlo: str) -> list[str]:
     """The functions of a module. Older JAX lowers one function twice if it was traced twice, as `f` and `f_2`."""
-    return sorted(set(re.findall(r"^  func\.func .*?^  }$", re.sub(r"(@\w+?)_\d+\b", r"\1", hlo), re.DOTALL | re.MULTILINE)))
+    return sorted(
+        set(re.findall(r"^  func\.func .*?^  }$", re.sub(r"(@\w+?)_\d+\b", r"\1", hlo), re.DOTALL | re.MULTILINE))
+    )
 
 
 def operations(hlo: str) -> Counter[str]:
@@ -193,7 +195,9 @@ def test_program(seed: int) -> None:
         for plain, what in ((fun, "plain"), (jitted, "jit")):
             with lox.testing.capture() as received:
                 assert float(plain(x)) == result, what
-            assert sorted(map(plain_form, in_order(received))) == sorted(plain_form((e.key, e.value)) for e in events), what
+            assert sorted(map(plain_form, in_order(received))) == sorted(
+                plain_form((e.key, e.value)) for e in events
+            ), what
 
     bare = programs.JaxRunner(program, logs=False)
     bare.__name__ = "program"  # type: ignore[attr-defined]

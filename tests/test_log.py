@@ -429,9 +429,7 @@ def test_eager_logs_follow_the_sink(capsys):
 def test_a_sink_that_does_not_exist(sink):
     with pytest.raises(lox.OptionError) as info:
         lox.config.sink = sink
-    assert str(info.value) == (
-        f"`lox.config.sink` is {sink!r}; choose 'console', 'off' or a function."
-    )
+    assert str(info.value) == (f"`lox.config.sink` is {sink!r}; choose 'console', 'off' or a function.")
     assert lox.config.sink == "console"
 
 

@@ -144,9 +144,7 @@ def test_unknown_step(logs):
         logs.epoch  # noqa: B018
     assert type(info.value) is lox.StepError
     assert isinstance(info.value, lox.LoxError)
-    assert str(info.value) == (
-        "these logs have no step 'epoch'. The steps are 'episode' and 'step'."
-    )
+    assert str(info.value) == ("these logs have no step 'epoch'. The steps are 'episode' and 'step'.")
     assert not hasattr(logs, "epoch")
     assert getattr(logs, "epoch", None) is None
 
@@ -524,9 +522,7 @@ def check_reduced(logs, how, values):
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
     if how in ROUNDED and got.dtype.kind not in "iub":
         rtol = 1e-2 if got.dtype.itemsize == 2 else 1e-6
-        np.testing.assert_allclose(
-            got.astype(np.complex64), expected.astype(np.complex64), rtol=rtol
-        )
+        np.testing.assert_allclose(got.astype(np.complex64), expected.astype(np.complex64), rtol=rtol)
     else:
         np.testing.assert_array_equal(got, expected)
 

@@ -248,9 +248,7 @@ def test_a_reduction_that_does_not_exist():
     with pytest.raises(ValueError) as info:
         logify.log("x", 1, reduction="max")
     assert type(info.value) is lox.OptionError
-    assert str(info.value) == (
-        "there is no reduction 'max'. Choose 'replace', 'append', 'mean' and 'sum'."
-    )
+    assert str(info.value) == ("there is no reduction 'max'. Choose 'replace', 'append', 'mean' and 'sum'.")
 
 
 def test_a_name_that_is_no_string():

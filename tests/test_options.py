@@ -398,10 +398,7 @@ def test_capacity_for_another_key_is_none():
         lox.spool(count_to, capacity={"x": 4})(3)
 
 
-WARNING = (
-    "'i' had more events than its capacity: 3 were dropped. "
-    "Raise `capacity`, or use `reduce` or `tap`."
-)
+WARNING = "'i' had more events than its capacity: 3 were dropped. Raise `capacity`, or use `reduce` or `tap`."
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])

@@ -43,10 +43,7 @@ def test_quick_start_tap(capsys, wrap):
     y = lox.tap(wrap(accumulate), callback=callback)(jnp.arange(3))
     same(y, i32(3))
     assert capsys.readouterr().out == (
-        "Logging: {'xs': [0, 1, 2]}\n"
-        "Logging: {'carry': 0}\n"
-        "Logging: {'carry': 1}\n"
-        "Logging: {'carry': 3}\n"
+        "Logging: {'xs': [0, 1, 2]}\nLogging: {'carry': 0}\nLogging: {'carry': 1}\nLogging: {'carry': 3}\n"
     )
 
 
@@ -245,9 +242,7 @@ def test_while_loop_cannot_be_spooled(wrap):
     with pytest.raises(lox.SpoolError) as info:
         lox.spool(wrap(count_to))(3)
     head, site, *ways = str(info.value).split("\n")
-    assert head == (
-        "`lox.spool` cannot return 'i': it is logged inside `while_loop`, whose length is unknown."
-    )
+    assert head == ("`lox.spool` cannot return 'i': it is logged inside `while_loop`, whose length is unknown.")
     assert site.startswith("  logged at test_seeds.py:")
     assert site.endswith(" (count_to.body)")
     assert ways == [

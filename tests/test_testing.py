@@ -136,7 +136,6 @@ def test_says_when_it_cannot_see(monkeypatch):
     with pytest.raises(lox.LoxError) as info, lox.testing.capture():
         pass
     assert str(info.value) == (
-        "`lox.testing.capture` cannot see compiled functions while the environment has "
-        "LOX_SINK=off: unset it."
+        "`lox.testing.capture` cannot see compiled functions while the environment has LOX_SINK=off: unset it."
     )
     assert lox.config.sink == "console"

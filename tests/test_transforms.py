@@ -229,7 +229,10 @@ def test_a_while_loop_under_remat_reports_once() -> None:
         steps = lax.while_loop(lambda c: c < 3, lambda c: noted(c) + 1, lax.stop_gradient(x) * 0)
         return jnp.sin(x * steps)
 
-    for g in (jax.grad(jax.checkpoint(f)), jax.grad(lambda x: lax.scan(lambda c, _: (jax.checkpoint(f)(c), None), x, None, length=1)[0])):
+    for g in (
+        jax.grad(jax.checkpoint(f)),
+        jax.grad(lambda x: lax.scan(lambda c, _: (jax.checkpoint(f)(c), None), x, None, length=1)[0]),
+    ):
         assert lox.spool(g, capacity=9)(X)[1]["v"].tolist() == [0.0, 1.0, 2.0]
         with lox.testing.capture() as events:
             jax.block_until_ready(jax.jit(g)(X))
@@ -457,14 +460,23 @@ def _odeint(x: Any) -> Any:
 PRIMITIVES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "custom_gradient": (jax.custom_gradient(lambda x: (noted(x), lambda g: g)), (4,)),
     "switch": (lambda x: lax.switch(1, [noted, lambda x: noted(x + 1), noted], x), (4,)),
-    "linear solve": (lambda x: lax.custom_linear_solve(lambda v: 2 * v, x, lambda m, b: noted(b / 2), symmetric=True), (4,)),
+    "linear solve": (
+        lambda x: lax.custom_linear_solve(lambda v: 2 * v, x, lambda m, b: noted(b / 2), symmetric=True),
+        (4,),
+    ),
     "root": (lambda x: lax.custom_root(lambda y: y - x, x, lambda f, x0: noted(x0), lambda g, y: y), (4,)),
-    "root's function": (lambda x: lax.custom_root(lambda y: noted(y - x), x, lambda f, x0: f(x0), lambda g, y: y), (4,)),
+    "root's function": (
+        lambda x: lax.custom_root(lambda y: noted(y - x), x, lambda f, x0: f(x0), lambda g, y: y),
+        (4,),
+    ),
     "map in batches": (lambda x: lax.map(noted, x, batch_size=2), (2, 2)),
     "custom_vmap": (_custom_vmap, (4,)),
     "vmap of custom_vmap": (jax.vmap(_custom_vmap), (4,)),
     "sequential_vmap": (_sequential_vmap, (4,)),
-    "closure_convert": (lambda x: jax.closure_convert(lambda y: noted(x + y), x)[0](x, *jax.closure_convert(lambda y: x + y, x)[1]), (4,)),
+    "closure_convert": (
+        lambda x: jax.closure_convert(lambda y: noted(x + y), x)[0](x, *jax.closure_convert(lambda y: x + y, x)[1]),
+        (4,),
+    ),
     "associative_scan": (lambda x: lax.associative_scan(lambda a, b: a + noted(jnp.sum(b)) * 0 + b, x), (4,)),
 }
 
@@ -568,7 +580,9 @@ def test_shard_map_over_several_axes_and_partly_manual() -> None:
     g = jax.shard_map(f, mesh=two, in_specs=P("a", "b"), out_specs=P("a", "b"))
     logs = jax.jit(lox.spool(g))(jnp.ones((8, 4)))[1]
     assert {k: v.shape for k, v in logs.items()} == {"local": (8,), "a": (4,), "all": ()}
-    partly = jax.shard_map(lambda v: noted(v.sum()) * 0 + v, mesh=two, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+    partly = jax.shard_map(
+        lambda v: noted(v.sum()) * 0 + v, mesh=two, in_specs=P("a"), out_specs=P("a"), axis_names={"a"}
+    )
     assert jax.jit(lox.spool(partly))(jnp.ones((8, 4)))[1]["v"].shape == (4,)
 
 
