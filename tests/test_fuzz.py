@@ -17,8 +17,10 @@ import pytest
 import lox
 import lox.testing
 
-N = int(os.environ.get("LOX_FUZZ_N", 300))
-SEED = int(os.environ.get("LOX_FUZZ_SEED", 0))
+# Each JAX of the test matrix gets programs of its own: 330 in all.
+_SHARE = {(0, 7): 0, (0, 10): 1}.get(jax.__version_info__[:2], 2)
+N = int(os.environ.get("LOX_FUZZ_N", 110))
+SEED = int(os.environ.get("LOX_FUZZ_SEED", 110 * _SHARE))
 MAX_EVENTS = 120
 
 Sequence = list[tuple[Any, dict[str, Any]]]
@@ -205,7 +207,8 @@ def test_program(seed: int) -> None:
     assert "callback" not in nolog
     # By the time nolog sees it, a vmapped while loop inside a jit has its masks; and differentiating a loop that does
     # nothing but log, JAX has already decided that it does something.
-    if "while" not in kinds or not kinds & {"vmap", "jvp", "linearize"}:
+    # A solver's constants and operands are its own: JAX does not remove those that nothing reads any more.
+    if not kinds & {"linear_solve", "root"} and not ("while" in kinds and kinds & {"vmap", "jvp", "linearize"}):
         without = jax.jit(bare).lower(x).as_text()
         # JAX leaves dead code inside some primitives, which nolog removes: then there is less, but never more.
         assert canonical(nolog) == canonical(without) or operations(nolog) <= operations(without)

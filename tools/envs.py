@@ -232,7 +232,9 @@ def test(names: list[str], arguments: list[str]) -> int:
     for cell in cells:
         base = pythons[cell.name]
         if base is None:
-            outcomes.append(Outcome(cell.name, missing(cell), failed=1))
+            # In CI the whole matrix has to run. At home the cells that can, do, and the banner says what is missing.
+            failed = int(bool(os.environ.get("CI")) or not any(pythons.values()))
+            outcomes.append(Outcome(cell.name, missing(cell), failed=failed))
             continue
         try:
             python = ready(cell, base)
