@@ -526,7 +526,8 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
     """Emit a host call of `callback(token, *arrays)`, which returns the next token.
 
     On one device this is twenty times cheaper than `jax.debug.callback`. On several, XLA asks for shardings that
-    `jax.debug.callback` knows how to give; the token then passes by, as there is no one order to keep.
+    `jax.debug.callback` knows how to give; the token then passes by, as there is no one order to keep, and the
+    callback is given -1 for it.
     """
     axis_context = ctx.module_context.axis_context
     if getattr(axis_context, "num_devices", None) == 1:
@@ -542,7 +543,7 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
         return results
 
     def emit(token: Any, *arrays: Any) -> Any:
-        jax.debug.callback(lambda *a: callback(np.int32(0), *map(np.asarray, a)) and None, *arrays)
+        jax.debug.callback(lambda *a: callback(np.int32(-1), *map(np.asarray, a)) and None, *arrays)
         return [token]
 
     return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)

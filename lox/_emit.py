@@ -19,7 +19,7 @@ from lox import _arrays, _compat
 from lox._event import Event, Meta
 from lox._logdict import Layout, logdict
 
-Deliver = Callable[[logdict], None]
+Deliver = Callable[[logdict, bool], None]  # the second argument: whether events come in order
 
 emit_p = _compat.Primitive("lox_emit")
 emit_p.multiple_results = True
@@ -93,7 +93,7 @@ class HostCall:
             logs.valid = dict.fromkeys(self.meta.keys, arrays[-1])
         logs._layouts = dict(self.layouts)
         with _delivering:
-            self.deliver(logs)
+            self.deliver(logs, token >= 0)
         return (token,)
 
 

@@ -391,6 +391,15 @@ class logdict(dict[str, Any]):
         return new.compact()
 
 
+def joined(parts: Iterable[logdict]) -> logdict:
+    """The events of all parts, one after the other; every key has an event axis."""
+    series: dict[str, list[Series]] = {}
+    for part in parts:
+        for key in part:
+            series.setdefault(key, []).append(part._to_series(key).expanded())
+    return logdict.from_series(_series.concatenate(found) for found in series.values())
+
+
 def warn_of_dropped(logs: logdict, stacklevel: int) -> None:
     """Tell of events that did not fit."""
     for key, dropped in logs.dropped.items():

@@ -50,8 +50,9 @@ def is_compiled_out() -> bool:
     return os.environ.get("LOX_SINK") == "off"
 
 
-def deliver(logs: logdict) -> None:
+def deliver(logs: logdict, in_order: bool = True) -> None:
     """Take one event of NumPy values."""
+    del in_order
     sink = config.sink
     if callable(sink):
         sink(logs)

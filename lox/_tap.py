@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,9 +13,11 @@ import jax.numpy as jnp
 from lox import _call, _compat, _emit, _engine, _errors, _reduce
 from lox._engine import Handler, Run
 from lox._event import Event, Meta
-from lox._logdict import logdict
+from lox._lanes import Laned
+from lox._logdict import joined, logdict
 from lox._primitive import bind
 from lox._select import Selection
+from lox._series import Series, Site
 from lox._spool import Collect
 from lox._state import Fold
 
@@ -40,20 +43,19 @@ class Delivery:
         self.callback = callback
         self.error: BaseException | None = None
 
-    def __call__(self, logs: logdict) -> None:
+    def __call__(self, logs: logdict, in_order: bool = True) -> None:
+        """Take one event, on the host."""
         try:
-            logs = _only_due(logs)
-            if logs:
-                self.callback(logs)
+            self.take(_only_due(logs), in_order)
         except BaseException as error:
             self.error = error
             raise
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Delivery) and self.callback == other.callback
-
-    def __hash__(self) -> int:
-        return hash(self.callback)
+    def take(self, logs: logdict, in_order: bool) -> None:
+        """Pass it on."""
+        del in_order
+        if logs:
+            self.callback(logs)
 
     def pop_error(self) -> BaseException | None:
         """What the callback has raised since the last time."""
@@ -61,7 +63,39 @@ class Delivery:
         return error
 
 
-_DUE = "\0due"  # travels with an event under `interval`: which of its keys are due; no user's key starts like this
+# Keys of lox's own, which no user's key looks like.
+_DUE = "\0due"  # travels with an event under `interval`: which of its keys are due
+_FLUSH = "\0flush"  # an event that is none: deliver what is buffered
+
+
+class BufferedDelivery(Delivery):
+    """Calls the user's callback once for several events.
+
+    Events of several devices come in no order, so that it cannot be known which is the last: those are not held back.
+    """
+
+    def __init__(self, callback: Callback, size: int, reduce: Any):
+        super().__init__(callback)
+        self.size, self.reduce = size, reduce
+        self.events: list[logdict] = []
+
+    def take(self, logs: logdict, in_order: bool) -> None:
+        """Keep it, and pass on what there is if it is enough."""
+        if logs and _FLUSH not in logs:
+            self.events.append(logs)
+        if self.events and (_FLUSH in logs or not in_order or len(self.events) >= self.size):
+            block, self.events = joined(self.events), []
+            if self.reduce is not None:
+                block = joined([block.reduce({key: self._reduction(key) for key in block})])
+            self.callback(block)
+
+    def _reduction(self, key: str) -> Any:
+        return dict(self.reduce).get(key) if isinstance(self.reduce, tuple) else self.reduce
+
+    def pop_error(self) -> BaseException | None:
+        """Forget what an aborted call has left, too."""
+        self.events = []
+        return super().pop_error()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +182,10 @@ class Stream(Handler):
         for key, held in run.state["held"].items():
             series = held.finish(run.keys.get(key, False))
             self._emit(run, Event.from_series(series).prefixed(self.prefix))
+        if isinstance(self.deliver, BufferedDelivery):
+            nothing = Laned(jnp.zeros((), bool))
+            series = Series([nothing], {}, None, jax.tree.structure(0), True, _FLUSH, Site(""))
+            self._emit(run, Event.from_series(series))
         return run.state["token"]
 
 
@@ -186,8 +224,10 @@ def tap(
         tags: Stream logs with one of these tags only.
         prefix: Put in front of every key.
         interval: Stream events 0, k, 2k, ... of each key.
-        reduce: Combine the events of each key while the program runs, and call once when the function ends.
-        buffer: Call once for up to that many events.
+        reduce: Combine the events of each key while the program runs, and call once when the function ends; with
+            `buffer`, combine those of each call.
+        buffer: Call once for up to that many events: the keys then have an event axis. What is left over comes when
+            the function ends.
 
     Returns:
         A function with the signature and result of `fun`.
@@ -197,12 +237,11 @@ def tap(
     """
     if not callable(callback):
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of a logdict.")
-    deliver, prefix = Delivery(callback), _call.prefix_option(prefix)
-    selection = Selection.of(argnames, tags)
+    prefix, reduction = _call.prefix_option(prefix), _call.reduce_option(reduce)
     interval, buffer = _call.count_option("interval", interval), _call.count_option("buffer", buffer)
-    if buffer is not None:
-        raise _errors.OptionError("`buffer` is not available yet.")
-    handler = Stream(Collect(selection, _call.reduce_option(reduce), None, interval, keep_logs=False), deliver, prefix)
+    deliver = _delivery(callback, buffer, reduction if buffer else None, prefix)
+    reduction = None if buffer else reduction
+    handler = Stream(Collect(Selection.of(argnames, tags), reduction, None, interval, keep_logs=False), deliver, prefix)
 
     def stream(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         out, run = _engine.run_function(handler, fun, args, kwargs)
@@ -222,3 +261,23 @@ def tap(
         return out
 
     return tapped
+
+
+# One for each callback, so that a function tapped anew for every call is the same function to JAX's caches, and finds
+# what its callback has raised.
+_deliveries: Any = weakref.WeakValueDictionary()
+
+
+def _delivery(callback: Callback, buffer: int | None, reduction: Any, prefix: str) -> Delivery:
+    if isinstance(reduction, tuple):
+        reduction = tuple((prefix + key, how) for key, how in reduction)
+    key = (callback, buffer, reduction)
+    try:
+        found = _deliveries.get(key)
+    except TypeError:  # a callable that cannot be hashed
+        key, found = None, None
+    if found is None:
+        found = Delivery(callback) if buffer is None else BufferedDelivery(callback, buffer, reduction)
+        if key is not None:
+            _deliveries[key] = found
+    return found

@@ -1,0 +1,157 @@
+"""tap: order, buffers, reductions, failing callbacks."""
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lox
+
+
+def scanned(x: Any) -> Any:
+    def body(c: Any, i: Any) -> Any:
+        lox.log({"c": c, "d": c + 1}, step=i)
+        return c + 1, None
+
+    y = jax.lax.scan(body, x, jnp.arange(7))[0]
+    lox.log({"end": y})
+    return y
+
+
+X = jnp.float32(1.0)
+
+
+def received(transform: Any, x: Any = X) -> list[str]:
+    lines: list[str] = []
+    transform(lambda logs: lines.append(str(logs)))(x)
+    jax.effects_barrier()
+    return lines
+
+
+FORMS = {
+    "tap": lambda **options: lambda cb: lox.tap(scanned, cb, **options),
+    "tap(jit)": lambda **options: lambda cb: lox.tap(jax.jit(scanned), cb, **options),
+    "jit(tap)": lambda **options: lambda cb: jax.jit(lox.tap(scanned, cb, **options)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_buffer_has_up_to_k_events_and_the_rest_is_flushed(form: str) -> None:
+    for _ in range(2):
+        assert received(FORMS[form](buffer=3, argnames=["c", "end"])) == [
+            "{'c': [1.0, 2.0, 3.0]}",
+            "{'c': [4.0, 5.0, 6.0]}",
+            "{'c': [7.0], 'end': [8.0]}",
+        ]
+    assert received(FORMS[form](buffer=100)) == [
+        "{'c': [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 'd': [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 'end': [8.0]}"
+    ]
+    assert received(FORMS[form](buffer=1, argnames="end")) == ["{'end': [8.0]}"]
+
+
+def test_a_buffer_keeps_steps_and_lanes() -> None:
+    blocks: list[lox.logdict] = []
+    lox.tap(jax.vmap(scanned), blocks.append, argnames="c", buffer=4)(jnp.arange(2.0))
+    assert [b["c"].shape for b in blocks] == [(4, 2), (3, 2)]
+    assert [b.step["c"].tolist() for b in blocks] == [[0, 1, 2, 3], [4, 5, 6]]
+    assert blocks[0].lane(1)["c"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reduce_sends_one_event_at_the_end_or_one_per_buffer(form: str) -> None:
+    assert received(FORMS[form](reduce="mean", argnames="c")) == ["{'c': 4.0}"]
+    assert received(FORMS[form](reduce="mean", argnames="c", buffer=3)) == [
+        "{'c': [2.0]}",
+        "{'c': [5.0]}",
+        "{'c': [7.0]}",
+    ]
+    assert received(FORMS[form](reduce={"c": "sum"}, buffer=4, prefix="p/", argnames=["c", "d"])) == [
+        "{'p/c': [10.0], 'p/d': [2.0, 3.0, 4.0, 5.0]}",
+        "{'p/c': [18.0], 'p/d': [6.0, 7.0, 8.0]}",
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_interval_and_buffer(form: str) -> None:
+    assert received(FORMS[form](interval=3, argnames="c")) == ["{'c': 1.0}", "{'c': 4.0}", "{'c': 7.0}"]
+    assert received(FORMS[form](interval=3, argnames="c", buffer=2)) == ["{'c': [1.0, 4.0]}", "{'c': [7.0]}"]
+
+
+def test_interval_counts_each_key_for_itself() -> None:
+    def f(x: Any) -> Any:
+        lox.log({"a": x})
+        lox.log({"a": x + 1, "b": x})
+        lox.log({"a": x + 2, "b": x + 1})
+        return x
+
+    assert received(lambda cb: lox.tap(f, cb, interval=2)) == ["{'a': 1.0}", "{'b': 1.0}", "{'a': 3.0}"]
+
+
+def raising(logs: lox.logdict) -> None:
+    if float(logs["c"] if "c" in logs else 0) >= 3:
+        raise KeyError("no room for", float(logs["c"]))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_exception_in_the_callback_reaches_the_user_as_it_was_raised(jit: bool) -> None:
+    f = jax.jit(scanned) if jit else scanned
+    for _ in range(3):  # tapped anew each time, compiled once
+        with pytest.raises(KeyError) as info:
+            lox.tap(f, raising)(X)
+        assert info.value.args == ("no room for", 3.0)
+    assert float(lox.tap(f, raising, argnames="end")(X)) == 8.0  # the process stays usable
+    assert float(lox.spool(f)(X)[0]) == 8.0
+
+
+def test_an_exception_under_an_outer_jit_keeps_its_message() -> None:
+    with pytest.raises(Exception, match="no room for"):
+        jax.block_until_ready(jax.jit(lox.tap(scanned, raising))(X))
+        jax.effects_barrier()
+    assert float(lox.spool(scanned)(X)[0]) == 8.0
+
+
+def test_an_aborted_call_leaves_nothing_in_the_buffer() -> None:
+    blocks: list[str] = []
+    fail = True
+
+    def callback(logs: lox.logdict) -> None:
+        if fail:
+            raise RuntimeError("stop")
+        blocks.append(str(logs))
+
+    tapped = lox.tap(jax.jit(scanned), callback, argnames="c", buffer=4)
+    with pytest.raises(RuntimeError, match="stop"):
+        tapped(X)
+    fail = False
+    tapped(X)
+    assert blocks == ["{'c': [1.0, 2.0, 3.0, 4.0]}", "{'c': [5.0, 6.0, 7.0]}"]
+
+
+def test_callbacks_own_their_arrays() -> None:
+    kept: list[np.ndarray] = []
+    f = jax.jit(lambda x: jax.lax.scan(lambda c, _: ((lox.log({"c": c}), c + 1)[1], None), x, None, length=50)[0])
+    lox.tap(f, lambda logs: kept.append(logs["c"]))(jnp.zeros(1000))
+    assert all(type(a) is np.ndarray and a.flags.writeable for a in kept)
+    assert [float(a[0]) for a in kept] == list(range(50))
+
+
+def test_callbacks_of_several_threads_do_not_interleave() -> None:
+    inside = 0
+    worst = 0
+
+    def callback(logs: lox.logdict) -> None:
+        nonlocal inside, worst
+        inside += 1
+        worst = max(worst, inside)
+        inside -= 1
+
+    tapped = lox.tap(jax.jit(scanned), callback)
+    threads = [threading.Thread(target=lambda: [tapped(X) for _ in range(5)]) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert worst == 1
