@@ -4,12 +4,10 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Hundreds of small programs are compiled here and each runs for microseconds: optimising them is not worth it.
-_FLAGS = [
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-]
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+).strip()
 os.environ.pop("LOX_SINK", None)
 # An int that silently becomes a float somewhere in lox would change users' values.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")

@@ -91,7 +91,7 @@ def test_interval_counts_each_key_for_itself() -> None:
 
 
 def raising(logs: lox.logdict) -> None:
-    if float(logs["c"] if "c" in logs else 0) >= 3:
+    if float(logs.get("c", 0)) >= 3:
         raise KeyError("no room for", float(logs["c"]))
 
 
