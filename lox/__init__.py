@@ -33,6 +33,7 @@ from lox._errors import OptionError as OptionError
 from lox._errors import SpoolError as SpoolError
 from lox._errors import StepError as StepError
 from lox._errors import TransformError as TransformError
+from lox._log_grad import log_grad as log_grad
 from lox._logdict import logdict as logdict
 from lox._nolog import keep as keep
 from lox._nolog import nolog as nolog

@@ -171,6 +171,7 @@ def make_jaxpr(fun: Any, avals: Any) -> Any:
     return jax.make_jaxpr(fun)(*avals)
 
 
+LOG_GRAD_NAME = "lox_log_grad"
 _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 _JAX_HOME = os.path.dirname(jax.__file__)
 _seen: Any = weakref.WeakKeyDictionary()
@@ -197,6 +198,7 @@ def _concerns(jaxpr: Any) -> tuple[bool, bool]:
 def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple[bool, bool]:
     logs = log_effect in effects
     rules = is_custom_call(primitive) and not _is_jax_own(params.get("call_jaxpr"))
+    rules = rules or primitive.name == LOG_GRAD_NAME
     for jaxpr in sub_jaxprs(params):
         sub_logs, sub_rules = _concerns(jaxpr)
         logs, rules = logs or sub_logs, rules or sub_rules

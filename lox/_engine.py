@@ -164,10 +164,13 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
             if primitive is log_p:
                 self.run.handler.event(self.run, Event.from_operands(params["meta"], tracers))
                 return []
+            if self.parent is _compat.eval_trace:
+                # Nothing outside differentiates, so derivative rules are of no concern.
+                if not _compat.eqn_has_logs(primitive, params):
+                    return primitive.bind(*tracers, **params)
+                return run_compiled(self.run, primitive, params, tracers)
             if not _compat.eqn_concerns(primitive, params):
                 return primitive.bind(*tracers, **params)
-            if self.parent is _compat.eval_trace:
-                return run_compiled(self.run, primitive, params, tracers)
             return apply_rule(self.run, primitive, params, tracers)
 
     # Primitives that carry Python functions. They are traced first, so that only jaxprs need rules.

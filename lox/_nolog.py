@@ -19,11 +19,11 @@ class Remove(_engine.Drop):
     selection: Selection
     inverted: bool
 
-    def staying(self, event: Event | Meta) -> list[str]:
+    def staying(self, event: Any) -> list[str]:
         """The keys that are not removed."""
         # A log marked `explicit` is removed by a plain `nolog` too: the question is what to remove, not what to show.
         chosen = self.selection.keys(dataclasses.replace(event, explicit=False))
-        keys = event.keys if isinstance(event, Meta) else event.values
+        keys = event.values if isinstance(event, Event) else event.keys
         return [k for k in keys if (k in chosen) == self.inverted]
 
     def wants(self, meta: Meta) -> bool:

@@ -147,7 +147,7 @@ def log(
         tags=frozenset(_select.names("tags", tags)),
         explicit=explicit,
         seen=False,
-        site=_call_site(),
+        site=call_site(),
     )
     if values:
         bind(event)
@@ -184,7 +184,8 @@ def _as_scalar(x: Any, what: str, dtype: Any = None) -> Any:
 _NOT_USER_CODE = tuple(os.path.dirname(m.__file__ or "") + os.sep for m in (sys.modules["lox"], jax))
 
 
-def _call_site() -> str:
+def call_site() -> str:
+    """The line of the user's that calls lox."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
         frame = frame.f_back

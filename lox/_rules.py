@@ -5,6 +5,7 @@ and contains logs is an error, since guessing at what its jaxpr means would be s
 looks just like that of a call).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from lox import _compat
 from lox._engine import (
     Grown,
     Handler,
+    MarkSeen,
     RuleTrace,
     Run,
     Transformed,
@@ -344,6 +346,15 @@ def _high(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
     return _with_rule_of(run, original, jaxpr, [], args, wrap)
 
 
+def _log_grad(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """It logs when the function is differentiated from outside, which makes it a derivative rule like others."""
+    handler, event = run.handler.for_rules(), params["event"]
+    if not handler.wants(event):
+        return args
+    seen = event.seen or isinstance(handler, MarkSeen)
+    return primitive.bind(*args, event=dataclasses.replace(event, seen=seen))
+
+
 # --- several devices -----------------------------------------------------------------------------
 
 
@@ -432,6 +443,7 @@ RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
     "custom_linear_solve": _linear_solve,
     "call_hi_primitive": _high,
     "shard_map": _shard_map,
+    _compat.LOG_GRAD_NAME: _log_grad,
     **dict.fromkeys(
         [
             "closed_call",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lox import _errors
-from lox._event import Event, Meta
+from lox._event import Event
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Selection:
         labels = _strings("tags", tags)
         return cls(names, None if labels is None else frozenset(labels))
 
-    def keys(self, event: Event | Meta) -> list[str]:
-        """The selected keys of an event."""
-        keys = event.keys if isinstance(event, Meta) else list(event.values)
+    def keys(self, event: Any) -> list[str]:
+        """The selected keys of an event, or of what is known about it beforehand."""
+        keys = list(event.values) if isinstance(event, Event) else event.keys
         if self.tags is not None and not self.tags & event.tags:
             return []
         if event.explicit and self.argnames is None and self.tags is None:

@@ -1,0 +1,107 @@
+"""log_grad: every cotangent once, in the backward pass, and nowhere else."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import lox
+import lox.testing
+
+X = jnp.float32(0.3)
+T = jnp.arange(1.0, 4.0)
+
+
+def scanned(x: Any) -> Any:
+    return lax.scan(lambda c, t: (jnp.sin(lox.log_grad("ct", c)) * t, None), x, T)[0]
+
+
+def expected() -> list[float]:
+    """The cotangents at the three iterates, last first."""
+    iterates = [X]
+    for t in T[:-1]:
+        iterates.append(jnp.sin(iterates[-1]) * t)
+    cts, ct = [], jnp.float32(1.0)
+    for c, t in zip(iterates[::-1], T[::-1], strict=True):
+        ct = ct * t * jnp.cos(c)
+        cts.append(float(ct))
+    return cts
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [
+        jax.grad,
+        lambda f: jax.jit(jax.grad(f)),
+        lambda f: jax.grad(jax.jit(f)),
+        lambda f: jax.grad(jax.checkpoint(f)),
+        jax.value_and_grad,
+        lambda f: lambda x: jax.vjp(f, x)[1](jnp.float32(1)),
+    ],
+)
+def test_every_cotangent_once_in_the_order_of_the_backward_pass(grad: Any) -> None:
+    for spooled in (lox.spool(grad(scanned)), jax.jit(lox.spool(grad(scanned)))):
+        np.testing.assert_allclose(spooled(X)[1]["ct"], expected(), rtol=1e-6)
+    received: list[float] = []
+    lox.tap(grad(scanned), lambda logs: received.append(float(logs["ct"])))(X)
+    np.testing.assert_allclose(received, expected(), rtol=1e-6)
+    with lox.testing.capture() as events:
+        jax.block_until_ready(jax.jit(grad(scanned))(X))
+    assert len(events) == 3
+
+
+def test_nothing_without_a_backward_pass() -> None:
+    for f in (scanned, jax.jit(scanned), lambda x: jax.jvp(scanned, (x,), (x,)), jax.jacfwd(scanned)):
+        assert lox.spool(f)(X)[1] == {}
+        with lox.testing.capture() as events:
+            jax.block_until_ready(f(X))
+        assert events == []
+
+
+def test_values_and_gradients_are_untouched() -> None:
+    plain = lambda x: lax.scan(lambda c, t: (jnp.sin(c) * t, None), x, T)[0]  # noqa: E731
+    assert float(scanned(X)) == float(plain(X))
+    with lox.testing.capture():
+        np.testing.assert_allclose(jax.grad(scanned)(X), jax.grad(plain)(X), rtol=1e-6)
+        np.testing.assert_allclose(jax.hessian(scanned)(X), jax.hessian(plain)(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_differentiating_a_transformed_function_stays_silent(jit: bool) -> None:
+    for transform in (lambda f: lambda x: lox.spool(f)(x)[0], lox.nolog, lambda f: lox.tap(f, print)):
+        g = jax.grad(transform(scanned))
+        with lox.testing.capture() as escaped:
+            grad = (jax.jit(g) if jit else g)(X)
+        assert escaped == []
+        assert float(grad) != 0
+    kept = jax.grad(lox.nolog(scanned, "other"))
+    with lox.testing.capture() as events:
+        (jax.jit(kept) if jit else kept)(X)
+    assert len(events) == 3
+
+
+def test_lanes() -> None:
+    xs = jnp.array([0.1, 0.2])
+    assert lox.spool(jax.vmap(jax.grad(scanned)))(xs)[1]["ct"].shape == (3, 2)
+    assert jax.vmap(lox.spool(jax.grad(scanned)))(xs)[1]["ct"].shape == (2, 3)
+
+
+def test_pytrees_with_arrays_that_have_no_gradient() -> None:
+    def f(w: Any) -> Any:
+        tree = lox.log_grad("g", {"w": w, "n": jnp.arange(2), "b": (2 * w,)}, tags="grads", reduce="sum")
+        return (tree["w"] * 3 + tree["b"][0]).sum() + tree["n"].sum().astype(w.dtype)
+
+    grad, logs = lox.spool(jax.grad(f), tags="grads")(jnp.ones(2))
+    assert grad.tolist() == [5.0, 5.0]
+    assert logs["g"]["w"].tolist() == [3.0, 3.0] and logs["g"]["b"][0].tolist() == [1.0, 1.0]
+    assert logs["g"]["n"] is None
+
+
+def test_what_has_no_gradient_is_an_error() -> None:
+    with pytest.raises(lox.LogTypeError, match=r"^`lox.log_grad` cannot log 'g': 3 holds no floating-point array\.$"):
+        lox.log_grad("g", 3)
+    with pytest.raises(lox.LogTypeError, match=r"^`lox.log_grad` got the name 3: names are strings\.$"):
+        lox.log_grad(3, 1.0)  # type: ignore[arg-type]
