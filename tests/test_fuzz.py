@@ -140,6 +140,37 @@ def operations(hlo: str) -> Counter[str]:
     return Counter(re.findall(r"stablehlo\.\w+", "".join(canonical(hlo))))
 
 
+REDUCTIONS = ("mean", "sum", "min", "max", "first", "last", "count", "std", "var")
+
+
+def assert_reduced(logs: lox.logdict, events: list[programs.Event], how: str, what: str) -> None:
+    """Compare reduced logs with NumPy's reductions of the events of a plain run."""
+    expected = by_key(events)
+    assert {key for key, _ in expected} == {k for k in logs if np.all(np.asarray(logs.valid.get(k, True)))}, what
+    for (key, _), wanted in expected.items():
+        values = [jax.tree.leaves(value) for value, _ in wanted]
+        if how == "count":
+            assert int(logs[key]) == len(values), what
+            continue
+        for found, column in zip(jax.tree.leaves(logs[key]), zip(*values, strict=True), strict=True):
+            stacked = np.stack(column).astype(np.float64)
+            exact = {"first": lambda x: x[0], "last": lambda x: x[-1]}.get(how) or (lambda x: getattr(np, how)(x, 0))
+            np.testing.assert_allclose(found, exact(stacked), rtol=1e-5, atol=1e-4, err_msg=f"{what} {how}: {key}")
+        for name, steps in logs.steps.items():
+            if key in steps:
+                assert int(steps[key]) == wanted[-1][1].get(name, -1), f"{what}: {name} of {key}"
+
+
+def thinned(events: list[programs.Event], every: int) -> list[programs.Event]:
+    """Events 0, k, 2k, ... of each key."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for event in events:
+        kept += [event] if seen[event.key] % every == 0 else []
+        seen[event.key] += 1
+    return kept
+
+
 def plain_form(event: tuple[str, Any]) -> tuple[str, str]:
     key, value = event
     return key, str([np.asarray(leaf).tolist() for leaf in jax.tree.leaves(value)])
@@ -200,6 +231,21 @@ def test_program(seed: int) -> None:
             assert sorted(map(plain_form, in_order(received))) == sorted(
                 plain_form((e.key, e.value)) for e in events
             ), what
+
+    if not kinds & {"vmap", "shard_map"}:
+        how, every, size = REDUCTIONS[seed % len(REDUCTIONS)], 2 + seed % 3, (1, 7, 100)[seed % 3]
+        out, logs = jax.jit(lox.spool(fun, reduce=how))(x)
+        assert float(out) == result
+        assert_reduced(logs, events, how, "reduce")
+        _, logs = jax.jit(lox.spool(jax.vmap(fun), reduce=how))(xs)
+        for n, (_, lane_events) in enumerate(lanes):
+            assert_reduced(pick_lane(logs, n), lane_events, how, f"spool(vmap, reduce), lane {n}")
+        _, logs = jax.jit(lox.spool(fun, interval=every, capacity=capacity))(x)
+        assert_logs(logs, thinned(events, every), f"interval={every}")
+        received = []
+        assert float(jax.jit(lox.tap(fun, received.append, interval=every, buffer=size))(x)) == result
+        jax.effects_barrier()
+        assert_logs(sum(received, lox.logdict()), thinned(events, every), f"tap(interval={every}, buffer={size})")
 
     bare = programs.JaxRunner(program, logs=False)
     bare.__name__ = "program"  # type: ignore[attr-defined]
