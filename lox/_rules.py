@@ -139,6 +139,13 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
             return state, c, pred
 
         if cond_logs:
+            # The first evaluation is not inside anything that could be thrown away: if the loop had to be traced again
+            # after it, what it emits would be emitted twice. So find out before.
+            for jaxpr in (cond_jaxpr, body_jaxpr):
+                try:
+                    transformed(run.block(state, unbounded=True), jaxpr, state)
+                except Grown as grown:
+                    raise Grown(run, grown.struct) from None
             state, pred = test(state, init, certain=True)
             state, carry, _ = lax.while_loop(lambda s: s[2], body, (state, init, pred))
         else:

@@ -90,6 +90,23 @@ def test_interval_counts_each_key_for_itself() -> None:
     assert received(lambda cb: lox.tap(f, cb, interval=2)) == ["{'a': 1.0}", "{'b': 1.0}", "{'a': 3.0}"]
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_logging_condition_is_not_emitted_twice(jit: bool) -> None:
+    def f(x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: (lox.log({"t": c}), c < 3)[1], lambda c: c + 1, x)
+
+    for options, expected in (
+        ({}, ["{'t': 1.0}", "{'t': 2.0}", "{'t': 3.0}"]),
+        ({"interval": 2}, ["{'t': 1.0}", "{'t': 3.0}"]),
+        ({"reduce": "max"}, ["{'t': 3.0}"]),
+    ):
+        tap = lambda cb, options=options: lox.tap(f, cb, **options)  # noqa: E731
+        assert received((lambda cb, tap=tap: jax.jit(tap(cb))) if jit else tap) == expected
+    kept = lambda x: lox.spool(f, reduce="count", keep_logs=True)(x)[1]["t"]  # noqa: E731
+    count, logs = (jax.jit(lox.spool(kept, capacity=9)) if jit else lox.spool(kept, capacity=9))(X)
+    assert int(count) == 3 and logs.compact()["t"].tolist() == [1.0, 2.0, 3.0]
+
+
 def raising(logs: lox.logdict) -> None:
     if float(logs.get("c", 0)) >= 3:
         raise KeyError("no room for", float(logs["c"]))
