@@ -6,6 +6,7 @@ when, so that it can go once the older version is no longer supported.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -155,9 +156,46 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
                 found.append(item)
+            elif isinstance(item, jax.tree_util.PyTreeDef):
+                found.extend(_jaxprs_in_treedef(item))
             elif type(item).__module__.startswith("jax") and hasattr(item, "expand"):
                 found.extend(sub_jaxprs(vars(item)))  # 0.11.2: custom_root as a "high" primitive
     return found
+
+
+def _jaxprs_in_treedef(treedef: Any) -> list[Any]:
+    # Equinox passes whole pytrees to primitives of its own: arrays as operands, and the rest, jaxprs included, as the
+    # static data of one tree structure.
+    found: list[Any] = []
+    pending, depth = [treedef], 0
+    while pending and depth < 20:
+        depth += 1
+        nodes, pending = pending, []
+        for node in nodes:
+            if is_jaxpr(node):
+                found.append(node)
+            elif isinstance(node, jax.tree_util.PyTreeDef):
+                data = node.node_data()
+                pending += [*node.children(), *([data[1]] if data else [])]
+            elif isinstance(node, tuple | list):
+                pending += node
+            elif isinstance(node, dict):
+                pending += node.values()
+            elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+                pending += vars(node).values() if hasattr(node, "__dict__") else []
+            elif isinstance(node, functools.partial):
+                pending += [*node.args, *node.keywords.values()]
+    return found
+
+
+def is_symbolic_zero(x: Any) -> bool:
+    """Whether a tangent or cotangent is known to be zero."""
+    return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
+
+def instantiated(x: Any) -> Any:
+    """A cotangent as an array."""
+    return zeros_of(x.aval) if is_symbolic_zero(x) else x
 
 
 def literal_value(literal: Any) -> Any:

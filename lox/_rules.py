@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from lox import _compat
 from lox._engine import (
+    Drop,
     Grown,
     Handler,
     MarkSeen,
@@ -264,22 +265,46 @@ def _with_rule_of(run: Run, original: Any, jaxpr: Any, consts: list[Any], args: 
     return run.settle(attempt)
 
 
+def _extra(fun: Any, args: Any, n_outs: int) -> list[Any]:
+    """What the transformed function gives beside its results.
+
+    Its rule runs too, and to transformations outside the rule's events are those that happen: what the function lets
+    flow on must not be added to them.
+    """
+    return run_function(Drop(), fun, tuple(map(lax.stop_gradient, args)), {})[0][n_outs:]
+
+
+def _split(original: Any, args: Any, moving: list[bool]) -> tuple[Any, list[Any]]:
+    """`original` as a function of those arguments that are differentiated, so that its rule sees which are not."""
+
+    def of_moving(*xs: Any) -> list[Any]:
+        rest = iter(xs)
+        return original(*[next(rest) if m else a for a, m in zip(args, moving, strict=True)])
+
+    return of_moving, [a for a, m in zip(args, moving, strict=True) if m]
+
+
 def _with_vjp_of(handler: Handler, fun: Any, original: Any, n_outs: int, n_state: int) -> Any:
     @jax.custom_vjp
     def call(*args: Any) -> Any:
         return fun(*args)
 
-    def forward(*args: Any) -> Any:
-        outs, pullback = silenced(handler, lambda *xs: jax.vjp(original, *xs), *args[n_state:])
-        extra = fun(*map(lax.stop_gradient, args))[n_outs:]
-        return [*outs, *extra], (pullback, args[:n_state])
+    def forward(*primals: Any) -> Any:
+        args = [p.value for p in primals]
+        moving = [p.perturbed for p in primals[n_state:]]
+        of_moving, xs = _split(original, args[n_state:], moving)
+        outs, pullback = silenced(handler, lambda *xs: jax.vjp(of_moving, *xs), *xs)
+        # Structure is the only thing about residuals that is static: an empty tuple is an argument that moves.
+        marks = [() if m else None for m in moving]
+        return [*outs, *_extra(fun, args, n_outs)], (pullback, marks)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        pullback, state = residuals
-        grads = silenced(handler, lambda pull, cts: pull(cts), pullback, list(cotangents[:n_outs]))
-        return (*map(_no_tangent, state), *grads)
+        pullback, marks = residuals
+        cts = [_compat.instantiated(ct) for ct in cotangents[:n_outs]]
+        grads = iter(silenced(handler, lambda pull, cts: pull(cts), pullback, cts))
+        return (*[None] * n_state, *[next(grads) if mark is not None else None for mark in marks])
 
-    call.defvjp(forward, backward)
+    call.defvjp(forward, backward, symbolic_zeros=True)
     return call
 
 
@@ -288,13 +313,20 @@ def _with_jvp_of(handler: Handler, fun: Any, original: Any, n_outs: int, n_state
     def call(*args: Any) -> Any:
         return fun(*args)
 
-    @call.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        differentiate = lambda p, t: jax.jvp(original, p, t)  # noqa: E731
-        outs, tangents_out = silenced(handler, differentiate, primals[n_state:], tangents[n_state:])
-        extra = fun(*map(lax.stop_gradient, primals))[n_outs:]
+    def rule(primals: Any, tangents: Any) -> Any:
+        moving = [not _compat.is_symbolic_zero(t) for t in tangents[n_state:]]
+        of_moving, xs = _split(original, primals[n_state:], moving)
+        ts = [t for t, m in zip(tangents[n_state:], moving, strict=True) if m]
+        if ts:
+            differentiate = lambda p, t: jax.jvp(of_moving, p, t)  # noqa: E731
+            outs, tangents_out = silenced(handler, differentiate, tuple(xs), tuple(ts))
+        else:
+            outs = silenced(handler, original, *primals[n_state:])
+            tangents_out = list(map(_no_tangent, outs))
+        extra = _extra(fun, primals, n_outs)
         return [*outs, *extra], [*tangents_out, *map(_no_tangent, extra)]
 
+    call.defjvp(rule, symbolic_zeros=True)
     return call
 
 
