@@ -20,15 +20,18 @@ def is_prng_key(dtype: Any) -> bool:
 
 
 def missing_value(dtype: Any) -> Any:
-    """What stands in a slot in which nothing happened: NaN if there is such a thing, else 0."""
-    if jnp.issubdtype(dtype, jnp.inexact):
+    """What stands in a slot in which nothing happened: NaN if there is such a thing, else 0.
+
+    Who debugs NaNs is after those of the program: then it is 0 too.
+    """
+    if jnp.issubdtype(dtype, jnp.inexact) and not jax.config.jax_debug_nans:  # type: ignore[attr-defined]
         return np.asarray(np.nan).astype(dtype)
     return np.zeros((), dtype)
 
 
 def missing_step(dtype: Any) -> Any:
     """What stands for a step that an event does not have: NaN for floats, -1 for integers."""
-    if jnp.issubdtype(dtype, jnp.inexact):
+    if jnp.issubdtype(dtype, jnp.inexact) and not jax.config.jax_debug_nans:  # type: ignore[attr-defined]
         return np.asarray(np.nan).astype(dtype)
     return np.asarray(-1).astype(dtype)
 
@@ -48,6 +51,13 @@ def promote(*dtypes: Any) -> Any:
             if dtype != first:
                 first = jnp.promote_types(first, dtype)
     return first
+
+
+def wide_float(dtype: Any) -> Any:
+    """At least float32: what floats of any width can be summed in."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return dtype
+    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def strong(x: Any) -> Any:

@@ -55,13 +55,10 @@ def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwa
     if found is None:
         if len(known) >= _MANY:
             known.pop(next(iter(known)))  # a callback made anew for every call would fill it
-        with _engine.watch_binds() as binds:
-            result = transform(fun, args, kwargs)
-        known[key, treedef] = (
-            _jitted(weakref.ref(fun), transform) if _is_one_jit(binds, jax.tree.leaves((args, kwargs))) else False
-        )
-        return result
-    return transform(fun, args, kwargs)
+        leaves = jax.tree.leaves((args, kwargs))
+        fast = _is_one_jit(_engine.first_bind(fun, args, kwargs), leaves)
+        known[key, treedef] = found = _jitted(weakref.ref(fun), transform) if fast else False
+    return found(*args, **kwargs) if found else transform(fun, args, kwargs)
 
 
 def _jitted(fun: Any, transform: Transform) -> Any:
@@ -71,11 +68,11 @@ def _jitted(fun: Any, transform: Transform) -> Any:
     return jax.jit(transformed)
 
 
-def _is_one_jit(binds: list[Any], leaves: list[Any]) -> bool:
-    """Whether the call was one plain jit of exactly the arguments: none static, none donated, nothing around it."""
-    if len(binds) != 1:
+def _is_one_jit(bound: Any, leaves: list[Any]) -> bool:
+    """Whether the call is one plain jit of exactly the arguments: none static, none donated, nothing around it."""
+    if bound is None:
         return False
-    primitive, operands, params = binds[0]
+    primitive, operands, params = bound
     return (
         primitive.name == "jit"
         and len(operands) == len(leaves)

@@ -64,22 +64,15 @@ def is_evaluating() -> bool:
     return _trace_ctx.trace is eval_trace  # every call asks, and the public way takes a microsecond
 
 
-class _AnyEvaluation:
-    """Stands for all traces of lox that run functions at once."""
-
-
-_any_evaluation = _AnyEvaluation()
-_any_evaluation_ref = weakref.ref(_any_evaluation)
-
-
-def share_jit_caches(trace: Any) -> None:
-    """Let jitted functions called under this trace be cached as if all such traces were one.
+def stand_for(trace: Any, parent: Any) -> None:
+    """Let a trace that makes no values of its own pass for the one around it.
 
     JAX keys its caches with a weak reference to the current trace, so that every call of a transformed function would
-    leave an entry in the cache of each jitted function it calls. Functions that log have an effect, for which the C++
-    cache never answers: nothing can pass the trace by.
+    leave an entry in the cache of each jitted function it calls; and libraries compare it to tell whether they are at
+    the level where an object was made. Functions that log have an effect, for which JAX's C++ cache never answers:
+    nothing can pass the trace by.
     """
-    trace._weakref = _any_evaluation_ref
+    trace._weakref = parent._weakref
 
 
 # --- effects -------------------------------------------------------------------------------------
@@ -533,6 +526,26 @@ def inline_calls() -> None:
                 return fun.call_wrapped(*tracers)
 
         rules[jex_core.primitives.closed_call_p] = rule
+
+
+def silence_flax_probe(silenced: Any) -> None:
+    """Run the probe of Flax's `nn.scan` by `silenced(body, *args)`.
+
+    Linen traces the body of a scan once more, to find out what does not depend on the loop, and evaluates what is left
+    of it. A log in there would be an event too many, or Flax would take it for a result that depends on the loop. It
+    finds the tracing function under JAX's public name, which JAX itself does not use.
+    """
+    trace = getattr(pe, "trace_to_jaxpr_dynamic", None)
+    if trace is None:
+        return
+
+    @functools.wraps(trace)
+    def trace_to_jaxpr_dynamic(fun: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(getattr(fun, "debug_info", None), "traced_for", "") == "flax scan":
+            fun = wrap_rule(fun, silenced)
+        return trace(fun, *args, **kwargs)
+
+    pe.trace_to_jaxpr_dynamic = trace_to_jaxpr_dynamic  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run_in_forward_pass(primitive: Any) -> None:

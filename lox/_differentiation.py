@@ -17,7 +17,7 @@ from jax.extend.core import primitives
 from jax.interpreters import partial_eval as pe
 
 from lox import _compat
-from lox._engine import Drop, Run, transformed
+from lox._engine import Drop, Run, run_function, transformed
 
 _while_p = primitives.while_p
 
@@ -73,5 +73,6 @@ def install() -> None:
         if not primitive.name.startswith("lox"):
             pe.custom_partial_eval_rules[primitive] = functools.partial(_stay_in_place, primitive, rule)
     _compat.inline_calls()
+    _compat.silence_flax_probe(lambda body, *args: run_function(Drop(), body, args, {})[0])
     rules = pe.partial_eval_jaxpr_custom_rules
     rules[_while_p] = functools.partial(_while_under_remat, rules[_while_p])

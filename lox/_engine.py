@@ -10,11 +10,9 @@ enters every block and comes out changed, in the carry of loops (reductions, buf
 `Run.pieces` is what a block has collected: it only comes out, stacked by loops (the events that `spool` returns).
 """
 
-import contextlib
-import contextvars
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -154,12 +152,9 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
         super().__init__()
         self.parent, self.run = parent, run
         self.requires_low = parent.requires_low
-        if parent is _compat.eval_trace:
-            _compat.share_jit_caches(self)
+        _compat.stand_for(self, parent)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        if self.parent is _compat.eval_trace and (binds := _watched.get()) is not None:
-            binds.append((primitive, tracers, params))
         with _compat.set_current_trace(self.parent):
             if primitive is log_p:
                 self.run.handler.event(self.run, Event.from_operands(params["meta"], tracers))
@@ -271,18 +266,23 @@ def run_function(
     return out, run
 
 
-_watched: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("_watched", default=None)
+class _Found(Exception):
+    """Control flow: a primitive was about to be bound."""
 
 
-@contextlib.contextmanager
-def watch_binds() -> Iterator[list[Any]]:
-    """Collect the primitives that a function called with no transformation around it binds meanwhile."""
-    binds: list[Any] = []
-    token = _watched.set(binds)
+class _Probe(_compat.Trace):  # type: ignore[misc]
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        raise _Found(primitive, tracers, params)
+
+
+def first_bind(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    """The first primitive that a jitted function binds when it is called, which is the jit; nothing is run."""
     try:
-        yield binds
-    finally:
-        _watched.reset(token)
+        with _compat.take_current_trace(), _compat.set_current_trace(_Probe()):
+            fun(*args, **kwargs)
+    except _Found as found:
+        return found.args  # type: ignore[return-value]
+    return None
 
 
 # --- jaxprs --------------------------------------------------------------------------------------

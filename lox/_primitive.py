@@ -141,7 +141,7 @@ def log(
         values=values,
         treedefs=treedefs,
         reductions=reductions,
-        steps={name: Laned(_as_scalar(x, f"step {name!r}")) for name, x in steps.items()},
+        steps={name: Laned(_as_step(x, f"step {name!r}")) for name, x in steps.items()},
         weight=None if weight is None else Laned(_as_scalar(weight, "`weight`")),
         mask=None if where is None else Laned(_as_scalar(where, "`where`", bool)),
         tags=frozenset(_select.names("tags", tags)),
@@ -165,6 +165,13 @@ def _as_array(x: Any, what: str) -> Any:
         raise _errors.LogTypeError(
             f"`lox.log` cannot log {what}: {type(x).__name__} cannot be made an array ({error})."
         ) from error
+
+
+def _as_step(x: Any, what: str) -> Any:
+    step = _as_scalar(x, what)
+    # An event without this step has -1 for it, which has to fit.
+    small = step.dtype.kind == "b" or (step.dtype.kind == "u" and step.dtype.itemsize < 4)
+    return step.astype(jnp.int32) if small else step
 
 
 def _as_scalar(x: Any, what: str, dtype: Any = None) -> Any:

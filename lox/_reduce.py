@@ -50,7 +50,9 @@ class Reduction:
 
 def _wide(x: Any) -> Any:
     """At least float32, so that sums of small floats do not lose bits; integers become floats as in `jnp.mean`."""
-    return x.astype(_arrays.promote(x.dtype, jnp.float32))
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.astype(jnp.mean(jnp.zeros(1, x.dtype)).dtype)
+    return x.astype(_arrays.wide_float(x.dtype))
 
 
 # Sums are compensated (Neumaier): the low-order bits that an addition loses are kept apart and added at the end. A
@@ -72,10 +74,16 @@ def _total(total: tuple[Any, Any]) -> Any:
 
 
 def _sum_init(x: Any) -> Any:
-    zero = jnp.sum(x[None], 0)  # gives the dtype that jnp.sum gives
-    if not jnp.issubdtype(zero.dtype, jnp.inexact):
-        return (zero,)
-    return (*[_wide(zero)] * 2, x)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return (*[_wide(x)] * 2, x)
+    return (x.astype(_sum_dtype(x.dtype)),)
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    """As jnp.sum: integers of less than 32 bits are summed in 32."""
+    if dtype.kind != "b" and jnp.iinfo(dtype).bits >= 32:
+        return dtype
+    return jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
 
 
 def _sum_update(state: Any, x: Any) -> Any:
@@ -105,10 +113,17 @@ def _mean_update(state: Any, x: Any, weight: Any) -> Any:
     return _add(total, x.astype(dtype) * w.astype(dtype)), _add(weights, w), model
 
 
+def _over(total: Any, count: Any) -> Any:
+    """The quotient: NaN over no events, unless NaNs are being debugged, which are not ours."""
+    if jax.config.jax_debug_nans:  # type: ignore[attr-defined]
+        count = jnp.where(count == 0, jnp.ones_like(count), count)
+    return total / count.astype(total.dtype)
+
+
 def _mean_finish(state: Any) -> Any:
     total, weights, model = state
     total = _total(total)
-    return (total / _total(weights).astype(total.dtype)).astype(model.dtype)
+    return _over(total, _total(weights)).astype(model.dtype)
 
 
 # Welford's recurrence with a compensated mean: stable when the mean is large against the spread.
@@ -132,7 +147,7 @@ def _var_update(state: Any, x: Any) -> Any:
 
 def _var_finish(state: Any) -> Any:
     _, squares, n, model = state
-    return (_total(squares) / n.astype(squares[0].dtype)).astype(jnp.real(model).dtype)
+    return _over(_total(squares), n).astype(jnp.real(model).dtype)
 
 
 def _extreme(name: str, choose: Any, start: Any) -> Reduction:
@@ -237,25 +252,23 @@ def _floating(x: Any) -> Any:
 
 
 def _over_sum(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
-    # As jnp.sum: small integers are summed as 32-bit ones, small floats in float32.
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        dtype, wide = x.dtype, _arrays.promote(x.dtype, jnp.float32)
+        dtype, wide = x.dtype, _arrays.wide_float(x.dtype)
     else:
-        least = np.uint32 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else np.int32
-        dtype = wide = _arrays.promote(x.dtype, least)
+        dtype = wide = np.dtype(_sum_dtype(x.dtype))
     return _only(xp, x, happened, 0).astype(wide).sum(axis, dtype=wide).astype(dtype)
 
 
 def _over_mean(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
     dtype = _floating(x)
-    wide = _arrays.promote(dtype, jnp.float32)
+    wide = _arrays.wide_float(dtype)
     total = _only(xp, x, happened, 0).astype(wide).sum(axis, dtype=wide)
     return (total / xp.maximum(count, 1)).astype(dtype)
 
 
 def _over_var(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
     dtype = _floating(x)
-    x = x.astype(_arrays.promote(dtype, jnp.float32))
+    x = x.astype(_arrays.wide_float(dtype))
     center = xp.expand_dims(_over_mean(xp, x, happened, count, axis), axis)
     squares = xp.abs(_only(xp, x - center, happened, 0)) ** 2
     return (squares.sum(axis) / xp.maximum(count, 1)).astype(np.zeros(0, dtype).real.dtype)

@@ -178,8 +178,8 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
 
     def attempt(state: Any) -> list[Any]:
         entries = [transformed(run, branch, state) for branch in params["branches"]]
-        leaves, types = jax.tree.leaves(state), types_of([*jax.tree.leaves(state), *operands])
         jaxprs, first = [e.jaxpr for e in entries], entries[0]
+        leaves, types = jax.tree.leaves(state), _compat.in_avals(first.jaxpr)
         treedef = jax.tree.structure(first.piece)
         unify = run.handler.unify([e.piece for e in entries])
         if unify is not None:

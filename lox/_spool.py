@@ -155,7 +155,7 @@ def finish(handler: Collect, run: Run, prefix: str) -> logdict:
         found = {key: _series.every(series, handler.interval) for key, series in found.items()}
     reduced, dropped = set(), {}
     for key, held in run.state.items():
-        found[key] = held.finish(run.keys.get(key, False))
+        found[key] = held.finish(run.keys.get(key, False), handler.interval)
         if isinstance(held, Fold):
             reduced.add(prefix + key)
         else:

@@ -168,7 +168,7 @@ class Fold:
         empty = dataclasses.replace(struct, states=states, count=Laned(jnp.zeros((), jnp.int32)), steps={})
         return empty.conform(struct)
 
-    def finish(self, certain: bool) -> Series:
+    def finish(self, certain: bool, interval: int | None = None) -> Series:
         """The result, as a series of a single event."""
         values = []
         for state in self.states:
@@ -178,7 +178,8 @@ class Fold:
             values.append(Laned(finish(state.tree), state.flags))
         treedef, valid = self.treedef, None
         if self.reduction.name == "count":  # one integer per key
-            values, treedef = [self.count], jax.tree.structure(0)
+            every = interval or 1
+            values, treedef = [self.count.map(lambda n: (n + every - 1) // every)], jax.tree.structure(0)
         if not certain:
             valid = self.count.map(lambda n: n > 0)
         return Series(values, self.steps, valid, treedef, True, self.key, self.site)
@@ -324,9 +325,9 @@ class Buffer:
         zero = Laned(jnp.zeros((), jnp.int32))
         return dataclasses.replace(struct, rows=rows, count=zero, seen=zero).conform(struct)
 
-    def finish(self, certain: bool) -> Series:
+    def finish(self, certain: bool, interval: int | None = None) -> Series:
         """The events, in slots of which the first `count` are filled."""
-        del certain
+        del certain, interval
         rows = jax.tree.map(lambda x: x[: self.capacity], self.rows)
         slots = jnp.arange(self.capacity).reshape((-1,) + (1,) * self.count.ndim)
         filled = Laned(slots < self.count.tree, self.count.flags)

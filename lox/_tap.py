@@ -1,10 +1,13 @@
 """`lox.tap`: logs to a callback, while the program runs."""
 
+import contextlib
 import dataclasses
 import functools
 import operator
+import threading
+import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -66,6 +69,12 @@ class Delivery:
 # Keys of lox's own, which no user's key looks like.
 _DUE = "\0due"  # travels with an event under `interval`: which of its keys are due
 _FLUSH = "\0flush"  # an event that is none: deliver what is buffered
+_BEGIN = "\0begin"  # another: begin with an empty buffer
+
+
+def _signal(key: str) -> Event:
+    nothing = Laned(jnp.zeros((), bool))
+    return Event.from_series(Series([nothing], {}, None, jax.tree.structure(0), True, key, Site("")))
 
 
 class BufferedDelivery(Delivery):
@@ -81,6 +90,9 @@ class BufferedDelivery(Delivery):
 
     def take(self, logs: logdict, in_order: bool) -> None:
         """Keep it, and pass on what there is if it is enough."""
+        if _BEGIN in logs:
+            self.events = []
+            return
         if logs and _FLUSH not in logs:
             self.events.append(logs)
         if self.events and (_FLUSH in logs or not in_order or len(self.events) >= self.size):
@@ -91,11 +103,6 @@ class BufferedDelivery(Delivery):
 
     def _reduction(self, key: str) -> Any:
         return dict(self.reduce).get(key) if isinstance(self.reduce, tuple) else self.reduce
-
-    def pop_error(self) -> BaseException | None:
-        """Forget what an aborted call has left, too."""
-        self.events = []
-        return super().pop_error()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +122,10 @@ class Stream(Handler):
 
     def initial_state(self) -> dict[str, Any]:
         """The token before the first event, and nothing counted or reduced yet."""
-        return {"token": _emit.new_token(), "held": {}, "counts": {}}
+        token = _emit.new_token()
+        if isinstance(self.deliver, BufferedDelivery):  # what an aborted call may have left
+            token = _emit.emit(self.deliver, _signal(_BEGIN), token)
+        return {"token": token, "held": {}, "counts": {}}
 
     def event(self, run: Run, event: Event) -> None:
         """Emit or reduce the selected keys, and let all flow on."""
@@ -180,12 +190,10 @@ class Stream(Handler):
     def finish(self, run: Run) -> Any:
         """Emit what was reduced; returns the last token."""
         for key, held in run.state["held"].items():
-            series = held.finish(run.keys.get(key, False))
+            series = held.finish(run.keys.get(key, False), self.collect.interval)
             self._emit(run, Event.from_series(series).prefixed(self.prefix))
         if isinstance(self.deliver, BufferedDelivery):
-            nothing = Laned(jnp.zeros((), bool))
-            series = Series([nothing], {}, None, jax.tree.structure(0), True, _FLUSH, Site(""))
-            self._emit(run, Event.from_series(series))
+            self._emit(run, _signal(_FLUSH))
         return run.state["token"]
 
 
@@ -239,16 +247,24 @@ def tap(
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of a logdict.")
     prefix, reduction = _call.prefix_option(prefix), _call.reduce_option(reduce)
     interval, buffer = _call.count_option("interval", interval), _call.count_option("buffer", buffer)
-    deliver = _delivery(callback, buffer, reduction if buffer else None, prefix)
-    reduction = None if buffer else reduction
-    handler = Stream(Collect(Selection.of(argnames, tags), reduction, None, interval, keep_logs=False), deliver, prefix)
-
-    def stream(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        out, run = _engine.run_function(handler, fun, args, kwargs)
-        return out, handler.finish(run)
+    collect = Collect(Selection.of(argnames, tags), None if buffer else reduction, None, interval, keep_logs=False)
+    if isinstance(reduction, tuple):
+        reduction = tuple((prefix + key, how) for key, how in reduction)
 
     @functools.wraps(fun)
     def tapped(*args: Any, **kwargs: Any) -> Any:
+        if buffer is None:
+            return call(_delivery(callback), args, kwargs)
+        with _buffers.lend(callback, buffer, reduction) as deliver:
+            return call(deliver, args, kwargs)
+
+    def call(deliver: Delivery, args: Any, kwargs: Any) -> Any:
+        handler = Stream(collect, deliver, prefix)
+
+        def stream(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+            out, run = _engine.run_function(handler, fun, args, kwargs)
+            return out, handler.finish(run)
+
         try:
             out, token = _call.call(fun, handler, stream, args, kwargs)
             if not isinstance(token, _compat.Tracer):
@@ -263,21 +279,58 @@ def tap(
     return tapped
 
 
+class _Identity:
+    """A callback as a key: two callbacks that are equal are still two."""
+
+    def __init__(self, callback: Callback):
+        # A bound method is made anew whenever it is looked up.
+        method = isinstance(callback, types.MethodType)
+        self.parts = (callback.__self__, callback.__func__) if method else (callback, None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and all(a is b for a, b in zip(self.parts, other.parts, strict=True))
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self.parts)))
+
+
 # One for each callback, so that a function tapped anew for every call is the same function to JAX's caches, and finds
 # what its callback has raised.
 _deliveries: Any = weakref.WeakValueDictionary()
 
 
-def _delivery(callback: Callback, buffer: int | None, reduction: Any, prefix: str) -> Delivery:
-    if isinstance(reduction, tuple):
-        reduction = tuple((prefix + key, how) for key, how in reduction)
-    key = (callback, buffer, reduction)
-    try:
-        found = _deliveries.get(key)
-    except TypeError:  # a callable that cannot be hashed
-        key, found = None, None
+def _delivery(callback: Callback) -> Delivery:
+    key = _Identity(callback)
+    found = _deliveries.get(key)
     if found is None:
-        found = Delivery(callback) if buffer is None else BufferedDelivery(callback, buffer, reduction)
-        if key is not None:
-            _deliveries[key] = found
+        found = _deliveries[key] = Delivery(callback)
     return found
+
+
+class _Buffers:
+    """Buffers to be lent: a call that runs at once gives its own back, for the next one to find it in JAX's caches."""
+
+    def __init__(self) -> None:
+        self.free: dict[Any, list[BufferedDelivery]] = {}
+        self.lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def lend(self, callback: Callback, size: int, reduce: Any) -> Iterator[BufferedDelivery]:
+        """A buffer that no other call uses meanwhile; one that is compiled into a program is never given back."""
+        key = (_Identity(callback), size, reduce)
+        with self.lock:
+            free = self.free.setdefault(key, [])
+            buffer = free.pop() if free else BufferedDelivery(callback, size, reduce)
+            if len(self.free) > 64:
+                self.free.pop(next(iter(self.free)))
+        compiled_in = not _compat.is_evaluating()
+        try:
+            yield buffer
+        finally:
+            if not compiled_in:
+                buffer.events = []
+                with self.lock:
+                    self.free.setdefault(key, []).append(buffer)
+
+
+_buffers = _Buffers()

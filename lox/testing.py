@@ -23,7 +23,8 @@ def capture() -> Iterator[list[logdict]]:
     >>> print(logs[0])
     {'x': 1}
 
-    Functions compiled earlier are captured too. Events of one device arrive in the order of execution.
+    Functions compiled earlier are captured too. Under jit, XLA may reorder events that do not depend on each other; use
+    `lox.tap` or `lox.spool` where the order matters.
 
     Yields:
         A list of logdicts, one for every event; complete when the block has been left.

@@ -285,7 +285,7 @@ def test_prefix(capsys):
 
 def test_steps_of_several_types():
     _, logs = lox.spool(lambda: lox.log({"x": 1}, step=2, time=0.5, done=True))()
-    same(logs.steps, {"step": {"x": i32(2)}, "time": {"x": f32(0.5)}, "done": {"x": boolean(True)}})
+    same(logs.steps, {"step": {"x": i32(2)}, "time": {"x": f32(0.5)}, "done": {"x": i32(1)}})
 
 
 def test_an_event_without_the_step_of_another():
@@ -298,6 +298,16 @@ def test_an_event_without_the_step_of_another():
     same(logs, {"x": i32([1, 2]), "y": i32(3)})
     same(logs.step, {"x": i32([7, -1])})
     same(logs.time, {"x": f32([np.nan, 0.5])})
+
+
+def test_an_event_without_a_small_step_has_minus_one():
+    def f():
+        lox.log({"x": 1}, done=True, level=np.uint8(3))
+        lox.log({"x": 2})
+
+    _, logs = lox.spool(f)()
+    same(logs.done, {"x": i32([1, -1])})
+    same(logs.level, {"x": i32([3, -1])})
 
 
 def test_explicit_logs_appear_only_when_asked_for(capsys):

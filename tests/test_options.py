@@ -693,3 +693,9 @@ def test_a_callback_that_is_none(callback):
         lox.tap(scanned, callback)
     assert isinstance(info.value, lox.LoxError)
     assert str(info.value) == f"`callback` is {callback!r}; it must be a function of a logdict."
+
+
+def test_count_respects_the_interval():
+    _, logs = lox.spool(scanned, reduce="count", interval=2)(jnp.arange(5))
+    stacked = lox.spool(scanned, interval=2)(jnp.arange(5))[1].reduce("count")
+    assert {k: int(v) for k, v in logs.items()} == {k: int(v) for k, v in stacked.items()}

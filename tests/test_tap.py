@@ -1,5 +1,6 @@
 """tap: order, buffers, reductions, failing callbacks."""
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -145,6 +146,41 @@ def test_an_aborted_call_leaves_nothing_in_the_buffer() -> None:
     fail = False
     tapped(X)
     assert blocks == ["{'c': [1.0, 2.0, 3.0, 4.0]}", "{'c': [5.0, 6.0, 7.0]}"]
+
+
+def test_calls_do_not_share_a_buffer() -> None:
+    def loop(x: Any) -> Any:
+        return jax.lax.fori_loop(0, 4, lambda i, c: (lox.log({"x": c}), c + 1)[1], x)
+
+    means: list[list[float]] = []
+    callback = lambda logs: means.append(logs["x"].tolist())  # noqa: E731
+    tapped = lox.tap(loop, callback, buffer=8, reduce="mean")
+    jax.block_until_ready(jax.jit(lambda x: tapped(x) + tapped(x + 100))(jnp.float32(0)))
+    jax.effects_barrier()
+    assert sorted(means) == [[1.5], [101.5]]
+    means.clear()
+    lox.tap(lox.tap(loop, callback, buffer=4, reduce="mean"), callback, buffer=4, reduce="mean")(jnp.float32(0))
+    assert means == [[1.5], [1.5]]
+
+
+def test_equal_callbacks_are_two_callbacks() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Sink:
+        name: str
+        events: list[Any] = dataclasses.field(default_factory=list, compare=False)
+
+        def __call__(self, logs: lox.logdict) -> None:
+            self.events.append(logs)
+
+        def method(self, logs: lox.logdict) -> None:
+            self.events.append(logs)
+
+    f = jax.jit(lambda x: (lox.log({"x": x}), x)[1])
+    a, b = Sink("run"), Sink("run")
+    for tap in (lambda sink: lox.tap(f, sink), lambda sink: lox.tap(f, sink.method)):
+        tap(a)(X)
+        tap(b)(X)
+    assert len(a.events) == len(b.events) == 2
 
 
 def test_callbacks_own_their_arrays() -> None:

@@ -343,6 +343,40 @@ def test_spooling_a_gradient_reports_the_rules() -> None:
     assert counts(lox.spool(jax.grad(lambda x: with_jvp(2 * x)))(X)[1]) == {"rule": 1}
 
 
+@pytest.mark.parametrize(
+    "flowing", [lambda f: lox.tap(f, lambda logs: None), lambda f: lambda x: lox.spool(f, keep_logs=True)(x)[0]]
+)
+def test_logs_that_flow_on_are_not_doubled_by_derivative_rules(flowing: Any) -> None:
+    @jax.custom_jvp
+    def f(x: Any) -> Any:
+        return jnp.sin(noted(x))
+
+    f.defjvp(lambda p, t: (f(*p), t[0]))
+
+    @jax.custom_vjp
+    def g(x: Any) -> Any:
+        return jnp.sin(noted(x))
+
+    g.defvjp(lambda x: (g(x), None), lambda _, ct: (ct,))
+    for h in (f, g):
+        for grad in (jax.grad, lambda h: jax.grad(jax.jit(h))):
+            assert counts(lox.spool(grad(h))(X)[1]) == counts(lox.spool(grad(flowing(h)))(X)[1]) == {"v": 1}
+
+
+def test_rules_still_see_which_arguments_are_not_differentiated() -> None:
+    @jax.custom_vjp
+    def f(x: Any, y: Any) -> Any:
+        return noted(x) * y
+
+    def fwd(x: Any, y: Any) -> Any:
+        assert x.perturbed and not y.perturbed
+        return x.value * y.value, y.value
+
+    f.defvjp(fwd, lambda y, ct: (ct * y, None), symbolic_zeros=True)
+    for g in (lox.nolog(f), lambda x, y: lox.spool(f)(x, y)[0], lox.tap(f, lambda logs: None)):
+        assert float(jax.grad(g)(1.0, 2.0)) == float(jax.jit(jax.grad(g))(1.0, 2.0)) == 2.0
+
+
 def test_gradients_flow_through_spooled_values() -> None:
     def f(x: Any) -> Any:
         return lax.scan(lambda c, t: (noted(c * t), None), x, jnp.array([2.0, 3.0]))[0]
@@ -410,8 +444,11 @@ def test_without_jit_and_with_checks() -> None:
     with jax.disable_jit():
         assert lox.spool(scanned)(X)[1]["c"].shape == (5,)
         assert lox.spool(whiled)(X)[1]["c"].shape == (5,)  # a Python loop then: no capacity needed
+    ragged = lambda x: lax.cond(x > 9, noted, lambda x: x, x)  # noqa: E731
     with jax.debug_nans(True):
         assert lox.spool(jax.jit(scanned))(X)[1]["c"].shape == (5,)
+        assert lox.spool(ragged)(X)[1]["v"].shape == lox.spool(jax.jit(ragged))(X)[1]["v"].shape == (0,)
+        assert lox.spool(ragged, reduce="mean")(X)[1].valid == {"v": False}
     with jax.checking_leaks():
         assert jax.jit(lox.spool(scanned))(X)[1]["c"].shape == (5,)
 
@@ -517,6 +554,14 @@ def test_what_cannot_be_reached_is_an_error(name: str, fun: Any) -> None:
             f"cannot reach the log of 'v': it is inside `{name}`, whose body lox does not know how to rewrite.\n"
             "  logged at test_transforms.py:"
         )
+
+
+def test_a_primitive_without_a_rule_and_without_logs_is_left_alone() -> None:
+    add = jax.custom_jvp(lambda a, b: a + b)
+    add.defjvp(lambda p, t: (p[0] + p[1], t[0] + t[1]))
+    f = lambda x: lax.reduce(noted(x), 0.0, add, (0,))  # noqa: E731
+    for spooled in (lox.spool(jax.jit(f)), jax.jit(lox.spool(f))):
+        assert float(spooled(V)[0]) == 10.0
 
 
 # --- several devices ------------------------------------------------------------------------------
