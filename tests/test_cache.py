@@ -133,16 +133,11 @@ def test_an_eager_scan_is_compiled_once() -> None:
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_static_arguments(transform: str) -> None:
-    @jax.jit
-    def plain(x: Any) -> Any:
-        return x
-
     def f(x: Any, n: int, mode: str) -> Any:
         for i in range(n):
             lox.log({mode: x + i})
         return x * n
 
-    del plain
     jitted = jax.jit(f, static_argnums=1, static_argnames="mode")
     for n in (1, 3, 1, 3):
         result = consume(transform)(jitted)(jnp.float32(2.0), n, mode="m")
