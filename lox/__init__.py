@@ -39,6 +39,7 @@ from lox._nolog import keep as keep
 from lox._nolog import nolog as nolog
 from lox._primitive import log as log
 from lox._reduce import Reduction as Reduction
+from lox._scope import scope as scope
 from lox._sink import config as config
 from lox._spool import spool as spool
 from lox._tap import tap as tap

@@ -26,8 +26,8 @@ from lox._engine import (
     Run,
     Transformed,
     interpret,
-    logged_keys,
     run_function,
+    tally,
     transformed,
     types_of,
 )
@@ -238,6 +238,10 @@ def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
     return run_function(handler.for_rules(), fun, args, {})[0]
 
 
+def _logged_keys(run: Run, jaxpr: Any) -> set[str]:
+    return set(tally(jaxpr, run.inside, lambda meta, path: [path + key for key in meta.keys]))
+
+
 def _with_rule_of(run: Run, original: Any, jaxpr: Any, consts: list[Any], args: list[Any], wrap: Any) -> list[Any]:
     """Run `jaxpr` for values and logs, such that it is differentiated like `original`.
 
@@ -246,7 +250,7 @@ def _with_rule_of(run: Run, original: Any, jaxpr: Any, consts: list[Any], args: 
     """
 
     def attempt(state: Any) -> list[Any]:
-        inside, rejoin = run.handler.split_state(state, logged_keys(jaxpr))
+        inside, rejoin = run.handler.split_state(state, _logged_keys(run, jaxpr))
         try:
             entry = transformed(run, jaxpr, inside)
         except Grown as grown:
@@ -388,7 +392,7 @@ def _high(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
 def _log_grad(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """It logs when the function is differentiated from outside, which makes it a derivative rule like others."""
     handler, event = run.handler.for_rules(), params["event"]
-    if not handler.wants(event):
+    if not handler.wants(event, run.inside):
         return args
     seen = event.seen or isinstance(handler, MarkSeen)
     return primitive.bind(*args, event=dataclasses.replace(event, seen=seen))
@@ -435,7 +439,7 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
         return Laned(jax.tree.map(aval, laned.tree), (names, *laned.flags))
 
     def attempt(state: Any) -> list[Any]:
-        inside, rejoin = run.handler.split_state(state, logged_keys(jaxpr))
+        inside, rejoin = run.handler.split_state(state, _logged_keys(run, jaxpr))
         inside = map_laned(_with_device_flag, inside)
         box: dict[str, Any] = {}
 
@@ -470,6 +474,31 @@ def _with_device_flag(laned: Laned, lead: int) -> Laned:
     return Laned(laned.tree, ((), *laned.flags))
 
 
+# Primitives that run their jaxpr once, so that there are as many events as in it.
+_INLINED = [
+    "closed_call",
+    "core_call",
+    "eval_jaxpr",
+    "xla_metadata_call",
+    "scheduling_group",
+    "custom_partitioning",
+    "compute_on",
+]
+RUN_ONCE = frozenset(
+    [
+        *_INLINED,
+        "jit",
+        "pjit",
+        "remat2",
+        "checkpoint",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vmap_call",
+        "custom_linear_solve",
+        "shard_map",
+    ]
+)
+
 RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
     "jit": _jit,
     "pjit": _jit,
@@ -483,16 +512,5 @@ RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
     "call_hi_primitive": _high,
     "shard_map": _shard_map,
     _compat.LOG_GRAD_NAME: _log_grad,
-    **dict.fromkeys(
-        [
-            "closed_call",
-            "core_call",
-            "eval_jaxpr",
-            "xla_metadata_call",
-            "scheduling_group",
-            "custom_partitioning",
-            "compute_on",
-        ],
-        _inline,
-    ),
+    **dict.fromkeys(_INLINED, _inline),
 }

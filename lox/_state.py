@@ -212,10 +212,11 @@ class Buffer:
     seen: Laned  # how many events there were, in each lane for itself: what `interval` counts
     capacity: int
     items: tuple[Item, ...]
+    most: int | None = None  # the number of events there can be, if room for all of them can be made
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """Arrays are children; the rest is structure."""
-        return (self.rows, self.count, self.seen), (self.capacity, self.items)
+        return (self.rows, self.count, self.seen), (self.capacity, self.items, self.most)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "Buffer":
@@ -233,7 +234,7 @@ class Buffer:
 
     def take(self, event: Event, interval: int | None) -> "Buffer":
         """One event more."""
-        rows, key, size = self.rows, self.rows.key, self.capacity + 1
+        rows, key, size, original = self.rows, self.rows.key, self.capacity + 1, event
         items = _check_items(key, rows.treedef, self.items, str(rows.site), event)
         seen = self.seen
         if interval is not None:
@@ -242,6 +243,12 @@ class Buffer:
             happened = jnp.ones((), bool) if event.mask is None else _lanes.widen(event.mask, lanes).tree
             seen = Laned(number + happened.astype(jnp.int32), lanes.flags)
             event = event.replace(mask=Laned(happened & (number % interval == 0), lanes.flags))
+            if self.most is not None and lanes.flags:
+                # Lanes that count for themselves may each keep another event.
+                lane_count = int(np.prod([n for n, f in zip(lanes.sizes, lanes.flags, strict=True) if f]))
+                needed = min(self.most, lane_count * -(-self.most // interval))
+                if needed > self.capacity:
+                    return self.with_capacity(needed).take(original, interval)
         if self.count.ndim:
             raise _errors.SpoolError(
                 f"{key!r} is logged inside `while_loop` both on the devices of a shard_map and outside of it.\n"
@@ -296,8 +303,16 @@ class Buffer:
             buffer, _ = jax.lax.scan(lambda b, row: (take_row(b, row), None), buffer, rest)
         return buffer
 
+    def with_capacity(self, capacity: int) -> "Buffer":
+        """The same events in a larger buffer."""
+        more = capacity - self.capacity
+        pad = lambda x: jnp.concatenate([x, _empty_rows(more, x[0])]) if more else x  # noqa: E731
+        return dataclasses.replace(self, rows=jax.tree.map(pad, self.rows), capacity=capacity)
+
     def conform(self, struct: "Buffer") -> "Buffer":
         """The same state with the type of `struct`, which is a later state of the same key."""
+        if struct.capacity != self.capacity:
+            return self.with_capacity(struct.capacity).conform(struct)
 
         def fit(x: Laned | None, target: Laned, fill: Any) -> Laned:
             if x is None:
@@ -338,9 +353,57 @@ class Buffer:
             filled = Laned(both, lanes.flags)
         return dataclasses.replace(rows, valid=filled)
 
+    def full(self) -> Series:
+        """The events, if it is known that there are as many as there is room for."""
+        return jax.tree.map(lambda x: x[: self.capacity], self.rows)
+
     def dropped(self) -> Any:
         """How many events did not fit."""
         return jnp.maximum(self.count.tree - self.capacity, 0)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Room:
+    """Where a buffer will be, once the first event has shown what it has to hold."""
+
+    seen: Laned  # how many events there were before
+    capacity: int
+    most: int | None
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """Arrays are children; the rest is structure."""
+        return (self.seen,), (self.capacity, self.most)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Room":
+        """The inverse of `tree_flatten`."""
+        return cls(*children, *aux)
+
+    @classmethod
+    def within(cls, count: int, interval: int, seen: Laned, known: int | None) -> "Room":
+        """For every k-th of at most `count` events; `known` is the number of the first, if it is known beforehand."""
+        if known is None:
+            return cls(seen, -(-count // interval), count)
+        return cls(seen, (count + known + interval - 1) // interval - (known + interval - 1) // interval, count)
+
+    def buffer(self, key: str, event: Event) -> Buffer:
+        """Room for events like this one."""
+        empty = Buffer.empty(self.capacity, key, event)
+        return dataclasses.replace(empty, seen=self.seen, most=self.most)
+
+    def conform(self, struct: Any) -> Any:
+        """The same state with the type of `struct`, which is a later state of the same key."""
+        if isinstance(struct, Fold):
+            return Fold.from_struct(struct)
+        if isinstance(struct, Buffer):
+            return dataclasses.replace(Buffer.from_struct(struct), seen=self.conform_seen(struct.seen))
+        return dataclasses.replace(self, seen=self.conform_seen(struct.seen))
+
+    def conform_seen(self, target: Laned) -> Laned:
+        """How many events there were, for more lanes."""
+        seen = _lanes.widen(self.seen, _lanes.lanes_of(target))
+        return Laned(_typed_like(seen.tree, target.tree), target.flags)
 
 
 def _empty_rows(count: int, like: Any, fill: Any = 0) -> Any:

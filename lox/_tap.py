@@ -116,7 +116,7 @@ class Stream(Handler):
     deliver: Delivery
     prefix: str
 
-    def wants(self, meta: Meta) -> bool:
+    def wants(self, meta: Meta, path: str) -> bool:
         """All of them: those not selected still flow on."""
         return True
 
@@ -129,6 +129,7 @@ class Stream(Handler):
 
     def event(self, run: Run, event: Event) -> None:
         """Emit or reduce the selected keys, and let all flow on."""
+        original, event = event, event.in_scope()
         selected = self.collect.selection.keys(event)
         reduced = [k for k in selected if self.collect.reduction(k, event.reductions[k]) is not None]
         if reduced:
@@ -143,7 +144,7 @@ class Stream(Handler):
             self._emit_if_due(run, event.only(direct), interval)
         for key in selected:
             run.note(key, event.mask is None)
-        bind(event.replace(seen=True))
+        bind(original.replace(seen=True))
 
     def _emit(self, run: Run, event: Event) -> None:
         run.state = {**run.state, "token": _emit.emit(self.deliver, event, run.state["token"])}
