@@ -15,7 +15,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -83,6 +83,11 @@ class Handler:
         """The keys of a log that a tally shall count."""
         raise NotImplementedError
 
+    def split(self, run: "Run", jaxprs: Iterable[Any]) -> "Blocks | None":
+        """How to split a loop whose iterations run these jaxprs; None if it stays as it is."""
+        del run, jaxprs
+        return None
+
     @property
     def in_place(self) -> bool:
         """Whether events never change the arguments or results of a block, so that primitives stay as they are."""
@@ -99,6 +104,23 @@ class Handler:
         The events of a function are those of its primal, so rules must not add to them.
         """
         return self
+
+
+class Blocks(Protocol):
+    """A loop split into blocks of iterations, after each of which the handler does something."""
+
+    @property
+    def iterations(self) -> int:
+        """How many iterations a block has."""
+        ...
+
+    def run(self, run: "Run", bounded: bool, execute: Callable[["Run"], Any], room_for: int | None = None) -> Any:
+        """Run one block, `execute(run)`, then `flush`; if it is not `bounded`, it may have fewer iterations."""
+        ...
+
+    def flush(self, run: "Run", room_for: int | None = None) -> None:
+        """Between blocks: let go of everything held, or of what leaves no room for that many iterations."""
+        ...
 
 
 class Grown(Exception):
@@ -423,8 +445,6 @@ def first_log(params: dict[str, Any]) -> tuple[list[str], str]:
             if _compat.eqn_has_logs(eqn.primitive, eqn.params):
                 return first_log(eqn.params)
     return [], "an unknown line"
-
-
 
 
 def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:

@@ -1,13 +1,14 @@
 """`lox.scope`: names for parts of a program, in front of the keys that are logged there."""
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 
 from lox import _compat, _errors
 
 
-def scope(name: str) -> AbstractContextManager[None]:
+def scope(name: str) -> AbstractContextManager[Any]:
     """Put a name in front of all keys logged inside.
 
     >>> import jax, lox

@@ -30,6 +30,18 @@ def _typed_like(x: Any, aval: Any) -> Any:
     return x | zeros if aval.dtype == bool else x + zeros
 
 
+def _conform(x: Laned, target: Laned) -> Laned:
+    """The same array for more lanes, with exactly the type of `target`."""
+    return Laned(_typed_like(_lanes.widen(x, _lanes.lanes_of(target)).tree, target.tree), target.flags)
+
+
+def _counted(key: str, count: Laned, mask: Laned | None) -> Laned:
+    """One more, where the event happened."""
+    lanes = _union(key, count, mask)
+    one = jnp.ones((), jnp.int32) if mask is None else _lanes.widen(mask, lanes).tree.astype(jnp.int32)
+    return Laned(_lanes.widen(count, lanes).tree + one, lanes.flags)
+
+
 def _union(key: str, *laned: Laned | None) -> Lanes:
     lanes = _lanes.union(*[_lanes.lanes_of(x) for x in laned if x is not None])
     if lanes is None:
@@ -125,11 +137,15 @@ class Fold:
             if happened is not None:
                 new = _choose(_lanes.widen(happened, lanes), new, args[0])
             states.append(Laned(jax.tree.map(_same_type, new, args[0]), lanes.flags))
-        lanes = _union(key, self.count, event.mask)
-        one = jnp.ones((), jnp.int32) if event.mask is None else _lanes.widen(event.mask, lanes).tree.astype(jnp.int32)
-        count = Laned(_lanes.widen(self.count, lanes).tree + one, lanes.flags)
         steps = _take_steps(key, self.steps, event, happened)
-        return dataclasses.replace(old, states=states, count=count, steps=steps)
+        return dataclasses.replace(old, states=states, count=_counted(key, self.count, event.mask), steps=steps)
+
+    def restarted(self, interval: int, where: Any = None) -> "Fold":
+        """The state before any event, of the same type; with `where`, only if that is true."""
+        fresh = Fold.from_struct(jax.tree.map(_compat.aval_of, self))
+        # What is left of an interval goes on: a negative count says how many events are still to be passed over.
+        fresh = dataclasses.replace(fresh, count=self.count.map(lambda n: -(-n % interval)), steps=self.steps)
+        return fresh if where is None else jax.tree.map(lambda new, old: jnp.where(where, new, old), fresh, self)
 
     def _promoted(self, items: tuple[Item, ...]) -> "Fold":
         if items == self.items:
@@ -154,12 +170,8 @@ class Fold:
         steps = {}
         for name, target in struct.steps.items():
             step = self.steps.get(name) or Laned(jnp.asarray(_arrays.missing_step(target.tree.dtype)))
-            steps[name] = Laned(
-                _typed_like(_lanes.widen(step, _lanes.lanes_of(target)).tree, target.tree), target.flags
-            )
-        count = _lanes.widen(self.count, _lanes.lanes_of(struct.count))
-        count = Laned(_typed_like(count.tree, struct.count.tree), struct.count.flags)
-        return dataclasses.replace(old, states=states, steps=steps, count=count)
+            steps[name] = _conform(step, target)
+        return dataclasses.replace(old, states=states, steps=steps, count=_conform(self.count, struct.count))
 
     @classmethod
     def from_struct(cls, struct: "Fold") -> "Fold":
@@ -325,10 +337,7 @@ class Buffer:
         steps = {n: fit(rows.steps.get(n), t, _arrays.missing_step(t.tree.dtype)) for n, t in model.steps.items()}
         valid = None if model.valid is None else fit(rows.valid, model.valid, True)
         rows = dataclasses.replace(rows, values=values, steps=steps, valid=valid)
-        count, seen = (
-            Laned(_typed_like(_lanes.widen(x, _lanes.lanes_of(target)).tree, target.tree), target.flags)
-            for x, target in ((self.count, struct.count), (self.seen, struct.seen))
-        )
+        count, seen = _conform(self.count, struct.count), _conform(self.seen, struct.seen)
         return dataclasses.replace(self, rows=rows, count=count, seen=seen, items=struct.items)
 
     @classmethod
@@ -360,6 +369,36 @@ class Buffer:
     def dropped(self) -> Any:
         """How many events did not fit."""
         return jnp.maximum(self.count.tree - self.capacity, 0)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Tick:
+    """How many events of a key there were, in each lane for itself."""
+
+    count: Laned = dataclasses.field(default_factory=lambda: Laned(jnp.zeros((), jnp.int32)))
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """One array."""
+        return (self.count,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Tick":
+        """The inverse of `tree_flatten`."""
+        return cls(*children)
+
+    def take(self, key: str, event: Event) -> "Tick":
+        """One event more."""
+        return Tick(_counted(key, self.count, event.mask))
+
+    def conform(self, struct: "Tick") -> "Tick":
+        """The same state with the type of `struct`, which is a later state of the same key."""
+        return Tick(_conform(self.count, struct.count))
+
+    @classmethod
+    def from_struct(cls, struct: "Tick") -> "Tick":
+        """The empty state of the type of `struct`."""
+        return cls().conform(struct)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -397,13 +436,8 @@ class Room:
         if isinstance(struct, Fold):
             return Fold.from_struct(struct)
         if isinstance(struct, Buffer):
-            return dataclasses.replace(Buffer.from_struct(struct), seen=self.conform_seen(struct.seen))
-        return dataclasses.replace(self, seen=self.conform_seen(struct.seen))
-
-    def conform_seen(self, target: Laned) -> Laned:
-        """How many events there were, for more lanes."""
-        seen = _lanes.widen(self.seen, _lanes.lanes_of(target))
-        return Laned(_typed_like(seen.tree, target.tree), target.flags)
+            return dataclasses.replace(Buffer.from_struct(struct), seen=_conform(self.seen, struct.seen))
+        return dataclasses.replace(self, seen=_conform(self.seen, struct.seen))
 
 
 def _empty_rows(count: int, like: Any, fill: Any = 0) -> Any:
