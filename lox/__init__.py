@@ -29,6 +29,7 @@ from lox._errors import LogTypeError as LogTypeError
 from lox._errors import LoxError as LoxError
 from lox._errors import LoxWarning as LoxWarning
 from lox._errors import MismatchError as MismatchError
+from lox._errors import NonFiniteError as NonFiniteError
 from lox._errors import OptionError as OptionError
 from lox._errors import SpoolError as SpoolError
 from lox._errors import StepError as StepError
@@ -43,6 +44,7 @@ from lox._scope import scope as scope
 from lox._sink import config as config
 from lox._spool import spool as spool
 from lox._tap import tap as tap
+from lox._watch import watch as watch
 
 _batching.install()
 _differentiation.install()

@@ -19,7 +19,7 @@ from lox._series import Series, Site
 Item = tuple[tuple[int, ...], Any]  # shape and dtype of one leaf of the value
 
 
-def _typed_like(x: Any, aval: Any) -> Any:
+def typed_like(x: Any, aval: Any) -> Any:
     """`x` with exactly the type of `aval`: a loop's carry must not change type, varying axes and sharding included."""
     if _arrays.is_prng_key(aval.dtype):
         return _compat.with_varying_axes_of(jnp.broadcast_to(x, aval.shape), aval)
@@ -32,7 +32,7 @@ def _typed_like(x: Any, aval: Any) -> Any:
 
 def _conform(x: Laned, target: Laned) -> Laned:
     """The same array for more lanes, with exactly the type of `target`."""
-    return Laned(_typed_like(_lanes.widen(x, _lanes.lanes_of(target)).tree, target.tree), target.flags)
+    return Laned(typed_like(_lanes.widen(x, _lanes.lanes_of(target)).tree, target.tree), target.flags)
 
 
 def _counted(key: str, count: Laned, mask: Laned | None) -> Laned:
@@ -166,7 +166,7 @@ class Fold:
         states = []
         for state, target in zip(old.states, struct.states, strict=True):
             state = _lanes.widen(state, _lanes.lanes_of(target))
-            states.append(Laned(jax.tree.map(_typed_like, state.tree, target.tree), target.flags))
+            states.append(Laned(jax.tree.map(typed_like, state.tree, target.tree), target.flags))
         steps = {}
         for name, target in struct.steps.items():
             step = self.steps.get(name) or Laned(jnp.asarray(_arrays.missing_step(target.tree.dtype)))
@@ -330,7 +330,7 @@ class Buffer:
             if x is None:
                 x = Laned(jnp.full((self.capacity + 1, *target.item_shape(1)), fill, target.tree.dtype))
             x = _lanes.widen(x, _lanes.lanes_of(target, 1), 1)
-            return Laned(_typed_like(x.tree, target.tree), target.flags)
+            return Laned(typed_like(x.tree, target.tree), target.flags)
 
         rows, model = self.rows, struct.rows
         values = [fit(x, target, 0) for x, target in zip(rows.values, model.values, strict=True)]

@@ -10,7 +10,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from lox._spool import Collect
 from lox._state import Buffer, Fold, Room, Tick
 
 Callback = Callable[[logdict], Any]
+_Kind = TypeVar("_Kind", bound="HostFunction")
 
 
 def _only_due(logs: logdict) -> logdict:
@@ -41,23 +42,34 @@ def _only_due(logs: logdict) -> logdict:
     return logs.copy()
 
 
-class Delivery:
+class HostFunction:
     """Calls the user's callback from the host, and keeps what it raises: XLA would pass on the text only."""
 
-    def __init__(self, callback: Callback):
+    def __init__(self, callback: Callable[[Any], Any]):
         self.callback = callback
         self.error: BaseException | None = None
 
+    def __call__(self, argument: Any) -> None:
+        """Call it."""
+        try:
+            self.callback(argument)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def pop_error(self) -> BaseException | None:
+        """What the callback has raised since the last time."""
+        error, self.error = self.error, None
+        return error
+
+
+class Delivery(HostFunction):
+    """Delivers every event to the callback as it comes."""
+
     def __call__(self, logs: logdict, in_order: bool = True) -> None:
         """Take one event, on the host."""
-        with self.guard():
-            self.take(_only_due(logs), in_order)
-
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        """Keep what is raised."""
         try:
-            yield
+            self.take(_only_due(logs), in_order)
         except BaseException as error:
             self.error = error
             raise
@@ -67,11 +79,6 @@ class Delivery:
         del in_order
         if logs:
             self.callback(logs)
-
-    def pop_error(self) -> BaseException | None:
-        """What the callback has raised since the last time."""
-        error, self.error = self.error, None
-        return error
 
 
 # Keys of lox's own, which no user's key looks like.
@@ -405,7 +412,7 @@ def tap(
     @functools.wraps(fun)
     def tapped(*args: Any, **kwargs: Any) -> Any:
         if buffer is None:
-            return call(_delivery(callback), args, kwargs)
+            return call(one_for(callback, Delivery), args, kwargs)
         with _buffers.lend(callback, buffer) as deliver:
             return call(deliver, args, kwargs)
 
@@ -416,18 +423,23 @@ def tap(
             out, run = _engine.run_function(handler, fun, args, kwargs)
             return out, handler.finish(run)
 
-        try:
-            out, token = _call.call(fun, handler, stream, args, kwargs)
-            if not isinstance(token, _compat.Tracer):
-                jax.block_until_ready(token)  # the token is there once the last callback has returned
-        except Exception:
-            error = deliver.pop_error()
-            if error is not None:
-                raise error from None
-            raise
-        return out
+        return run_with(deliver, lambda: _call.call(fun, handler, stream, args, kwargs))
 
     return tapped
+
+
+def run_with(deliver: HostFunction, call: Callable[[], tuple[Any, Any]]) -> Any:
+    """The result of `call()`, which also returns the last token; what a callback has raised is raised as it was."""
+    try:
+        out, token = call()
+        if not isinstance(token, _compat.Tracer):
+            jax.block_until_ready(token)  # the token is there once the last callback has returned
+    except Exception:
+        error = deliver.pop_error()
+        if error is not None:
+            raise error from None
+        raise
+    return out
 
 
 class _Identity:
@@ -447,14 +459,15 @@ class _Identity:
 
 # One for each callback, so that a function tapped anew for every call is the same function to JAX's caches, and finds
 # what its callback has raised.
-_deliveries: Any = weakref.WeakValueDictionary()
+_host_functions: Any = weakref.WeakValueDictionary()
 
 
-def _delivery(callback: Callback) -> Delivery:
-    key = _Identity(callback)
-    found = _deliveries.get(key)
+def one_for(callback: Callable[[Any], Any], kind: type[_Kind]) -> _Kind:
+    """The host function of this kind for a callback."""
+    key = (kind, _Identity(callback))
+    found = _host_functions.get(key)
     if found is None:
-        found = _deliveries[key] = Delivery(callback)
+        found = _host_functions[key] = kind(callback)
     return found
 
 
