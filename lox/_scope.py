@@ -26,7 +26,8 @@ def scope(name: str) -> AbstractContextManager[Any]:
 
     It is one of JAX's named scopes: known wherever JAX keeps track of where an operation comes from. A function that is
     jitted, and compiled once, thus reports under every scope in which it is called. Only scopes inside the transformed
-    function count: what `spool` returns does not depend on where it is called.
+    function count: what `spool` returns does not depend on where it is called. The console, where logs go that nothing
+    transforms, knows those inside the innermost jit or loop.
 
     Args:
         name: Any text without a line break. `"a/b"` is the same as `"b"` in a scope `"a"`.

@@ -61,12 +61,13 @@ class Collect(Handler):
                 held = held.buffer(key, event) if reduction is None else None
             if held is not None:
                 self._check_same_reduction(held, reduction, key, event)
-                held = held.take(event, self.interval)
+                held = held.take(event)
             elif reduction is not None:
                 self._check_not_stacked(run, key, reduction, event)
-                held = Fold.empty(reduction, key, event).take(event, self.interval)
+                held = Fold.empty(reduction, key, event, self.interval or 1).take(event)
             elif run.unbounded:
-                held = Buffer.empty(self._capacity(key, event.site), key, event).take(event, self.interval)
+                capacity = self._capacity(key, event.site)
+                held = Buffer.empty(capacity, key, event, self.interval or 1).take(event)
             if held is not None:
                 run.state = {**run.state, key: held}
             else:
@@ -81,6 +82,7 @@ class Collect(Handler):
 
     def _check_same_reduction(self, held: Fold | Buffer, reduction: Any, key: str, event: Event) -> None:
         before = held.reduction if isinstance(held, Fold) else None
+        before = _reduce.MEAN if before is _reduce.WEIGHTED_MEAN else before
         if before != reduction:
             site = held.site if isinstance(held, Fold) else held.rows.site
             raise _errors.mismatch(key, "reductions", _name(before), str(site), _name(reduction), event.site)
@@ -169,17 +171,19 @@ class Collect(Handler):
             held = run.state.get(key)
             note = run.notes.pop(key, None) if held is None else None
             if note is not None:  # a key that was thinned out so far, and is now met in a loop of unknown length
-                buffer = Buffer.from_struct(target).take_series(_series.concatenate(note.kept), None)
-                state[key] = dataclasses.replace(buffer, seen=_as_laned(note.seen)).conform(target)
+                every_event = dataclasses.replace(Buffer.from_struct(target), interval=1)
+                buffer = every_event.take_series(_series.concatenate(note.kept))
+                buffer = dataclasses.replace(buffer, interval=target.interval, seen=_as_laned(note.seen))
+                state[key] = buffer.conform(target)
                 if key in stacked:
-                    state[key] = state[key].take_series(stacked.pop(key), self.interval)
+                    state[key] = state[key].take_series(stacked.pop(key))
             elif held is None and key in stacked:
                 series = stacked.pop(key)
                 if isinstance(target, Fold):
                     raise _errors.mismatch(
                         key, "reductions", _name(None), str(series.site), _name(target.reduction), str(target.site)
                     )
-                state[key] = Buffer.from_struct(target).take_series(series, self.interval)
+                state[key] = Buffer.from_struct(target).take_series(series)
             elif held is None:
                 state[key] = type(target).from_struct(target)
             else:
@@ -228,7 +232,7 @@ def finish(handler: Collect, run: Run, prefix: str) -> logdict:
             found[key] = _series.concatenate(note.kept)
     reduced, dropped = set(), {}
     for key, held in run.state.items():
-        found[key] = held.finish(run.keys.get(key, False), handler.interval)
+        found[key] = held.finish(run.keys.get(key, False))
         if isinstance(held, Fold):
             reduced.add(prefix + key)
         else:

@@ -95,11 +95,12 @@ class Fold:
     items: tuple[Item, ...]
     key: str
     site: Site
+    interval: int  # every k-th event is taken
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """Arrays are children; the rest is structure."""
         children = (self.states, self.count, self.steps)
-        return children, (self.reduction, self.treedef, self.items, self.key, self.site)
+        return children, (self.reduction, self.treedef, self.items, self.key, self.site, self.interval)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "Fold":
@@ -107,21 +108,23 @@ class Fold:
         return cls(*children, *aux)
 
     @classmethod
-    def empty(cls, reduction: _reduce.Reduction, key: str, event: Event) -> "Fold":
+    def empty(cls, reduction: _reduce.Reduction, key: str, event: Event, interval: int) -> "Fold":
         """The state before the first event, for events like this one."""
         items = _items_of(key, event)
         states = [Laned(_reduce.initial(reduction, *item)) for item in items]
         count = Laned(jnp.zeros((), jnp.int32))
-        return cls(states, count, {}, reduction, event.treedefs[key], items, key, Site(event.site))
+        return cls(states, count, {}, reduction, event.treedefs[key], items, key, Site(event.site), interval)
 
-    def take(self, event: Event, interval: int | None) -> "Fold":
+    def take(self, event: Event) -> "Fold":
         """One event more."""
         key = self.key
+        if event.weight is not None and self.reduction is _reduce.MEAN:
+            return self._weighted().take(event)
         old = self._promoted(_check_items(key, self.treedef, self.items, str(self.site), event))
         happened = event.mask
-        if interval is not None:
+        if self.interval > 1:
             lanes = _union(key, self.count, happened)
-            due = _lanes.widen(self.count, lanes).tree % interval == 0
+            due = _lanes.widen(self.count, lanes).tree % self.interval == 0
             happened = Laned(due if happened is None else due & _lanes.widen(happened, lanes).tree, lanes.flags)
         states = []
         for state, value, (_, dtype) in zip(old.states, event.values[key], old.items, strict=True):
@@ -140,11 +143,29 @@ class Fold:
         steps = _take_steps(key, self.steps, event, happened)
         return dataclasses.replace(old, states=states, count=_counted(key, self.count, event.mask), steps=steps)
 
-    def restarted(self, interval: int, where: Any = None) -> "Fold":
+    def _weighted(self) -> "Fold":
+        """A plain mean as a weighted one: only the first event with a weight tells that it has to be."""
+        convert = _reduce.with_weights
+        states, taken = [], self._taken()
+        for state in self.states:
+            lanes = _union(self.key, state, taken)
+            mapped = convert
+            for _ in range(sum(map(bool, lanes.flags))):
+                mapped = jax.vmap(mapped)
+            new = mapped(_lanes.widen(state, lanes).tree, _lanes.widen(taken, lanes).tree)
+            states.append(Laned(new, lanes.flags))
+        return dataclasses.replace(self, states=states, reduction=_reduce.WEIGHTED_MEAN)
+
+    def _taken(self) -> Laned:
+        """How many events went into the reduction."""
+        every = self.interval
+        return self.count if every == 1 else self.count.map(lambda n: (n + every - 1) // every)
+
+    def restarted(self, where: Any = None) -> "Fold":
         """The state before any event, of the same type; with `where`, only if that is true."""
         fresh = Fold.from_struct(jax.tree.map(_compat.aval_of, self))
         # What is left of an interval goes on: a negative count says how many events are still to be passed over.
-        fresh = dataclasses.replace(fresh, count=self.count.map(lambda n: -(-n % interval)), steps=self.steps)
+        fresh = dataclasses.replace(fresh, count=self.count.map(lambda n: -(-n % self.interval)), steps=self.steps)
         return fresh if where is None else jax.tree.map(lambda new, old: jnp.where(where, new, old), fresh, self)
 
     def _promoted(self, items: tuple[Item, ...]) -> "Fold":
@@ -162,6 +183,8 @@ class Fold:
 
     def conform(self, struct: "Fold") -> "Fold":
         """The same state with the type of `struct`, which is a later state of the same key."""
+        if struct.reduction != self.reduction:
+            return self._weighted().conform(struct)
         old = self._promoted(struct.items)
         states = []
         for state, target in zip(old.states, struct.states, strict=True):
@@ -180,18 +203,20 @@ class Fold:
         empty = dataclasses.replace(struct, states=states, count=Laned(jnp.zeros((), jnp.int32)), steps={})
         return empty.conform(struct)
 
-    def finish(self, certain: bool, interval: int | None = None) -> Series:
+    def finish(self, certain: bool) -> Series:
         """The result, as a series of a single event."""
-        values = []
+        values, taken = [], self._taken()
         for state in self.states:
-            finish = self.reduction.finish
-            for _ in range(state.ndim):
+            finish, args = self.reduction.finish, [state]
+            if self.reduction.counted:
+                lanes = _union(self.key, state, taken)
+                args = [_lanes.widen(x, lanes) for x in (state, taken)]
+            for _ in range(args[0].ndim):
                 finish = jax.vmap(finish)
-            values.append(Laned(finish(state.tree), state.flags))
+            values.append(Laned(finish(*[x.tree for x in args]), args[0].flags))
         treedef, valid = self.treedef, None
-        if self.reduction.name == "count":  # one integer per key
-            every = interval or 1
-            values, treedef = [self.count.map(lambda n: (n + every - 1) // every)], jax.tree.structure(0)
+        if self.reduction is _reduce.COUNT:  # one integer per key
+            values, treedef = [taken], jax.tree.structure(0)
         if not certain:
             valid = self.count.map(lambda n: n > 0)
         return Series(values, self.steps, valid, treedef, True, self.key, self.site)
@@ -224,11 +249,12 @@ class Buffer:
     seen: Laned  # how many events there were, in each lane for itself: what `interval` counts
     capacity: int
     items: tuple[Item, ...]
+    interval: int  # every k-th event is stored
     most: int | None = None  # the number of events there can be, if room for all of them can be made
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """Arrays are children; the rest is structure."""
-        return (self.rows, self.count, self.seen), (self.capacity, self.items, self.most)
+        return (self.rows, self.count, self.seen), (self.capacity, self.items, self.interval, self.most)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "Buffer":
@@ -236,31 +262,31 @@ class Buffer:
         return cls(*children, *aux)
 
     @classmethod
-    def empty(cls, capacity: int, key: str, event: Event) -> "Buffer":
+    def empty(cls, capacity: int, key: str, event: Event, interval: int) -> "Buffer":
         """Room for events like this one."""
         items = _items_of(key, event)
         values = [x.map(lambda a: _empty_rows(capacity + 1, a)) for x in event.values[key]]
         rows = Series(values, {}, None, event.treedefs[key], False, key, Site(event.site))
         zero = Laned(jnp.zeros((), jnp.int32))
-        return cls(rows, zero, zero, capacity, items)
+        return cls(rows, zero, zero, capacity, items, interval)
 
-    def take(self, event: Event, interval: int | None) -> "Buffer":
+    def take(self, event: Event) -> "Buffer":
         """One event more."""
         rows, key, size, original = self.rows, self.rows.key, self.capacity + 1, event
         items = _check_items(key, rows.treedef, self.items, str(rows.site), event)
         seen = self.seen
-        if interval is not None:
+        if self.interval > 1:
             lanes = _union(key, seen, event.mask)
             number = _lanes.widen(seen, lanes).tree
             happened = jnp.ones((), bool) if event.mask is None else _lanes.widen(event.mask, lanes).tree
             seen = Laned(number + happened.astype(jnp.int32), lanes.flags)
-            event = event.replace(mask=Laned(happened & (number % interval == 0), lanes.flags))
+            event = event.replace(mask=Laned(happened & (number % self.interval == 0), lanes.flags))
             if self.most is not None and lanes.flags:
                 # Lanes that count for themselves may each keep another event.
                 lane_count = int(np.prod([n for n, f in zip(lanes.sizes, lanes.flags, strict=True) if f]))
-                needed = min(self.most, lane_count * -(-self.most // interval))
+                needed = min(self.most, lane_count * -(-self.most // self.interval))
                 if needed > self.capacity:
-                    return self.with_capacity(needed).take(original, interval)
+                    return self.with_capacity(needed).take(original)
         if self.count.ndim:
             raise _errors.SpoolError(
                 f"{key!r} is logged inside `while_loop` both on the devices of a shard_map and outside of it.\n"
@@ -301,12 +327,12 @@ class Buffer:
         one = 1 if happened is None else happened.astype(jnp.int32)
         return dataclasses.replace(self, rows=rows, count=Laned(count + one, self.count.flags), seen=seen, items=items)
 
-    def take_series(self, series: Series, interval: int | None) -> "Buffer":
+    def take_series(self, series: Series) -> "Buffer":
         """Events that were collected before it was known that the key needs a buffer."""
         rows = series.expanded()
 
         def take_row(buffer: Buffer, row: Series) -> Buffer:
-            return buffer.take(Event.from_series(row), interval)
+            return buffer.take(Event.from_series(row))
 
         # The first row settles the type of the buffer; the others can then go through a loop.
         buffer = take_row(self, _row(rows, 0)) if rows.count() else self
@@ -349,9 +375,9 @@ class Buffer:
         zero = Laned(jnp.zeros((), jnp.int32))
         return dataclasses.replace(struct, rows=rows, count=zero, seen=zero).conform(struct)
 
-    def finish(self, certain: bool, interval: int | None = None) -> Series:
+    def finish(self, certain: bool) -> Series:
         """The events, in slots of which the first `count` are filled."""
-        del certain, interval
+        del certain
         rows = jax.tree.map(lambda x: x[: self.capacity], self.rows)
         slots = jnp.arange(self.capacity).reshape((-1,) + (1,) * self.count.ndim)
         filled = Laned(slots < self.count.tree, self.count.flags)
@@ -408,11 +434,12 @@ class Room:
 
     seen: Laned  # how many events there were before
     capacity: int
-    most: int | None
+    interval: int
+    most: int
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """Arrays are children; the rest is structure."""
-        return (self.seen,), (self.capacity, self.most)
+        return (self.seen,), (self.capacity, self.interval, self.most)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "Room":
@@ -423,12 +450,13 @@ class Room:
     def within(cls, count: int, interval: int, seen: Laned, known: int | None) -> "Room":
         """For every k-th of at most `count` events; `known` is the number of the first, if it is known beforehand."""
         if known is None:
-            return cls(seen, -(-count // interval), count)
-        return cls(seen, (count + known + interval - 1) // interval - (known + interval - 1) // interval, count)
+            return cls(seen, -(-count // interval), interval, count)
+        kept = (known + count + interval - 1) // interval - (known + interval - 1) // interval
+        return cls(seen, kept, interval, count)
 
     def buffer(self, key: str, event: Event) -> Buffer:
         """Room for events like this one."""
-        empty = Buffer.empty(self.capacity, key, event)
+        empty = Buffer.empty(self.capacity, key, event, self.interval)
         return dataclasses.replace(empty, seen=self.seen, most=self.most)
 
     def conform(self, struct: Any) -> Any:

@@ -265,14 +265,14 @@ class Stream(Handler):
             fold = held.get(key)
             if fold is None:
                 continue
-            result, enough = fold.finish(certain=False, interval=interval), None
+            result, enough = fold.finish(certain=False), None
             if number > 1:
                 # Lanes leave together, or there would be a call for each.
                 enough = jnp.max(fold.count.tree) > (number - 1) * interval
                 assert result.valid is not None
                 result = dataclasses.replace(result, valid=result.valid.map(lambda v, e=enough: v & e))
             series.append(result)
-            held[key] = fold.restarted(interval, enough)
+            held[key] = fold.restarted(enough)
         run.state = {**run.state, "held": held}
         return series
 
@@ -304,7 +304,7 @@ class Stream(Handler):
             self._emit(run, _signal(_FLUSH))
             return run.state["token"]
         for key, held in run.state["held"].items():
-            series = held.finish(run.keys.get(key, False), self.collect.interval)
+            series = held.finish(run.keys.get(key, False))
             self._emit(run, Event.from_series(series).prefixed(self.prefix))
         return run.state["token"]
 
