@@ -284,15 +284,13 @@ def tap_overhead() -> Iterator[Row]:
     threaded = blocking(jax.jit(by_hand), start)
     callback = got.call(jax.jit(called), start, events)
     goal = 1.3 if gpu else None
-    yield compare("tap(buffer=1000), counting: by hand", buffered, threaded, goal=goal, **options)
+    by_hand_too = compare("tap(buffer=1000), counting: by hand", buffered, threaded, goal=goal, **options)
+    yield by_hand_too
     with_callback = compare("tap(buffer=1000), counting: debug.callback", buffered, callback, goal=0.05, **options)
     yield with_callback
-    bare = blocking(jax.jit(lox.nolog(logged)), start)
-    alone = compare("tap(buffer=1000), counting: no logs", buffered, bare, **options)
-    yield alone
-    loop = alone.reference
-    extra = max(alone.lox - loop, 0.01), with_callback.reference - loop
-    yield Row("tap(buffer=1000), beside the loop: debug.callback", "us", *extra, goal=0.05)
+    # What getting the events to the host adds to a loop that returns them: noise may make it less than nothing.
+    extra = max(by_hand_too.lox - by_hand_too.reference, 0.01), with_callback.reference - by_hand_too.reference
+    yield Row("tap(buffer=1000), added to by hand: debug.callback", "us", *extra, goal=0.05)
 
 
 def tap_lanes() -> Iterator[Row]:

@@ -19,6 +19,7 @@ import jax.extend.linear_util as lu
 import numpy as np
 from jax import lax
 from jax._src.core import trace_ctx as _trace_ctx
+from jax._src.dispatch import runtime_tokens as _runtime_tokens
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import ad, mlir
@@ -623,3 +624,17 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
         return [token]
 
     return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)
+
+
+def forget_failed_effects(text: str) -> None:
+    """Let go of what failed with this text, once it has been reported.
+
+    JAX keeps it, and would raise it again to everyone who waits for effects, up to the end of the process.
+    """
+    for tokens in (_runtime_tokens.current_tokens, _runtime_tokens.output_runtime_tokens):
+        for key, token in list(tokens.items()):
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                if text in str(error):
+                    del tokens[key]

@@ -437,19 +437,10 @@ def run_with(deliver: HostFunction, call: Callable[[], tuple[Any, Any]]) -> Any:
     except Exception:
         error = deliver.pop_error()
         if error is not None:
-            _await_failure(error)
+            _compat.forget_failed_effects(type(error).__name__)
             raise error from None
         raise
     return out
-
-
-def _await_failure(error: BaseException) -> None:
-    """Where calls are asynchronous, XLA reports a failed one again to whoever next waits for effects: let it be us."""
-    try:
-        jax.effects_barrier()
-    except jax.errors.JaxRuntimeError as again:
-        if type(error).__name__ not in str(again):
-            raise again from error
 
 
 class _Identity:
