@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lox import _compat
+
 
 def numpy_for(*trees: Any) -> Any:
     """NumPy if all arrays are NumPy's, so that host code never starts a JAX computation; else jax.numpy."""
@@ -36,10 +38,12 @@ def missing_step(dtype: Any) -> Any:
     return np.asarray(-1).astype(dtype)
 
 
-def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-    """`jnp.zeros` that knows PRNG keys too."""
+def zeros(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
+    """`jnp.zeros` that knows PRNG keys and explicit sharding too."""
     if is_prng_key(dtype):
         return jnp.broadcast_to(jax.random.key(0, impl=dtype._impl.name), shape)
+    if sharding is not None:
+        return _compat.zeros_of(_compat.array_type(shape, dtype, sharding))
     return jnp.zeros(shape, dtype)
 
 

@@ -18,8 +18,15 @@ import jax.core
 import jax.extend.linear_util as lu
 import numpy as np
 from jax import lax
+from jax._src import config
 from jax._src.core import trace_ctx as _trace_ctx
 from jax._src.dispatch import runtime_tokens as _runtime_tokens
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.sharding_impls import (
+    SdyArray,  # pyright: ignore[reportPrivateImportUsage]
+    SdyArrayList,  # pyright: ignore[reportPrivateImportUsage]
+    SPMDAxisContext,
+)
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import ad, mlir
@@ -353,9 +360,27 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     return frozenset(getattr(aval, "vma", ()))
 
 
-def array_type(shape: tuple[int, ...], dtype: Any) -> Any:
-    """The type of arrays of this shape and dtype."""
-    return jax.core.ShapedArray(shape, dtype)
+def array_type(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
+    """The type of arrays of this shape, dtype and explicit sharding."""
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding)
+
+
+def explicit_sharding(aval: Any, lead: int = 0) -> Any:
+    """How an array is sharded, as far as its type says so and without its leading axes; None if it does not."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return None
+    types = set(sharding.mesh.axis_types)
+    if jax.sharding.AxisType.Explicit not in types or jax.sharding.AxisType.Manual in types:
+        return None
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[lead:]))
+
+
+def with_leading_axes(sharding: Any, count: int) -> Any:
+    """The same sharding for arrays with that many more axes in front."""
+    if sharding is None:
+        return None
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*[None] * count, *sharding.spec))
 
 
 def aval_of(x: Any) -> Any:
@@ -365,6 +390,14 @@ def aval_of(x: Any) -> Any:
 
 def zeros_of(aval: Any) -> Any:
     """Zeros of exactly this type: sharding and varying axes included, which `jnp.zeros` would lose."""
+    sharding = explicit_sharding(aval)
+    if sharding is not None and jax.sharding.get_abstract_mesh().empty:
+        # An array knows its mesh, but making a new one takes a mesh around. Outside of jit it takes the devices too,
+        # which the type does not know; there an array on one device will do.
+        if is_evaluating() or not hasattr(jax.sharding, "use_abstract_mesh"):  # since 0.8
+            return ad.zeros_like_aval(jax.core.ShapedArray(aval.shape, aval.dtype))
+        with jax.sharding.use_abstract_mesh(sharding.mesh):
+            return ad.zeros_like_aval(aval)
     return ad.zeros_like_aval(aval)
 
 
@@ -602,9 +635,9 @@ def run_in_forward_pass(primitive: Any) -> None:
 def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
     """Emit a host call of `callback(token, *arrays)`, which returns the next token.
 
-    On one device this is twenty times cheaper than `jax.debug.callback`. On several, XLA asks for shardings that
-    `jax.debug.callback` knows how to give; the token then passes by, as there is no one order to keep, and the
-    callback is given -1 for it.
+    This is twenty times cheaper than `jax.debug.callback`, and hands over NumPy arrays, where that one starts a
+    computation inside the callback, which may wait forever for a thread that waits for the callback. On several devices
+    there is no one order to keep: the token passes by, and the callback is given -1 for it.
     """
     axis_context = ctx.module_context.axis_context
     if getattr(axis_context, "num_devices", None) == 1:
@@ -619,11 +652,45 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
         )
         return results
 
-    def emit(token: Any, *arrays: Any) -> Any:
-        jax.debug.callback(lambda *a: callback(np.int32(-1), *map(np.asarray, a)) and None, *arrays)
-        return [token]
+    def without_token(*arrays: Any) -> tuple[()]:
+        callback(np.int32(-1), *arrays)
+        return ()
 
-    return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)
+    if isinstance(axis_context, SPMDAxisContext):
+        # Inside shard_map: every device calls. If it leaves some mesh axes to the compiler, JAX has to gather first.
+        if set(axis_context.mesh.axis_names) - set(axis_context.manual_axes):
+
+            def emit(token: Any, *arrays: Any) -> Any:
+                jax.debug.callback(lambda *a: callback(np.int32(-1), *map(np.asarray, a)) and None, *arrays)
+                return [token]
+
+            return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)
+        kind = "MANUAL"
+    else:
+        kind = "MAXIMAL"  # the whole array, on the first device
+    mlir.emit_python_callback(
+        ctx.replace(avals_in=ctx.avals_in[1:], avals_out=[]),
+        without_token,
+        None,
+        list(operands[1:]),
+        ctx.avals_in[1:],
+        [],
+        has_side_effect=True,
+        sharding=_callback_sharding(kind),
+    )
+    return [operands[0]]
+
+
+def _callback_sharding(kind: str) -> Any:
+    if config.use_shardy_partitioner.value:
+        whole = SdyArray(mesh_shape=(), dim_shardings=(), logical_device_ids=(0,))
+        return SdyArrayList((whole,))
+    sharding = xla_client.OpSharding()
+    sharding.type = getattr(xla_client.OpSharding.Type, kind)
+    if kind == "MAXIMAL":
+        sharding.tile_assignment_dimensions = [1]
+        sharding.tile_assignment_devices = [0]
+    return sharding
 
 
 def forget_failed_effects(text: str) -> None:

@@ -190,8 +190,11 @@ def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[...,
 @emit_p.def_impl
 def _impl(token: Any, *operands: Any, deliver: Deliver, packet: Any, conditional: bool) -> list[Any]:
     del conditional
+    # The token first: once it is there, what was emitted before has arrived, and no computation is under way with which
+    # the conversions could get into each other's way.
+    order = np.asarray(token)
     arrays = [np.asarray(x) for x in operands]
-    _host_call(deliver, packet, [x.ndim for x in arrays])(token, *arrays)
+    _host_call(deliver, packet, [x.ndim for x in arrays])(order, *arrays)
     return [token]
 
 

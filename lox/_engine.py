@@ -67,6 +67,11 @@ class Handler:
         del pieces
         return None
 
+    def allows(self, run: "Run", struct: Any) -> bool:
+        """Whether a block that runs once may leave the state with another type, `struct`, than it found."""
+        del run, struct
+        return False
+
     def extend(self, run: "Run", struct: Any) -> None:
         """Give `run.state` the type `struct`, which the body of a loop leaves behind."""
         raise NotImplementedError
@@ -535,14 +540,17 @@ class Transformed:
 _transformed: Any = weakref.WeakKeyDictionary()
 
 
-def transformed(run: Run, jaxpr: Any, state: Any) -> Transformed:
-    """The transformed jaxpr, made once: XLA recognises a program by the identity of its jaxpr."""
+def transformed(run: Run, jaxpr: Any, state: Any, once: bool = False) -> Transformed:
+    """The transformed jaxpr, made once: XLA recognises a program by the identity of its jaxpr.
+
+    If it is run `once`, its state may come out with another type than it goes in.
+    """
     cache = _transformed.setdefault(jaxpr, {})
     key = (run.handler, run.unbounded, run.inside, _signature(state))
     if key not in cache:
         cache[key] = Transformed(run.handler, jaxpr, state, run.unbounded, run.inside)
     found = cache[key]
-    if found.grown:
+    if found.grown and not (once and run.handler.allows(run, found.struct)):
         raise Grown(run, found.struct)
     return found
 
@@ -578,7 +586,7 @@ def _run_jitted(
         rebuilt = Transformed(run.handler, jaxpr(), state, run.unbounded, run.inside)
         cache[key] = rebuilt, jax.jit(_compat.jaxpr_as_fun(rebuilt.jaxpr))
     rebuilt, compiled = cache[key]
-    if rebuilt.grown:
+    if rebuilt.grown and not run.handler.allows(run, rebuilt.struct):
         raise Grown(run, rebuilt.struct)
     outs, state, piece = rebuilt.unpack(compiled(*jax.tree.leaves(state), *args))
     run.absorb(state, piece, rebuilt.keys)

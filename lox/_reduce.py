@@ -347,9 +347,9 @@ def _by_loop(reduction: Reduction, x: Laned, valid: Laned | None, axis: int) -> 
     return result.reshape(*outer, *result.shape[1:])
 
 
-def initial(reduction: Reduction, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The state before any event, for values of this shape and dtype."""
-    state = reduction.init(_arrays.zeros(shape, dtype))
+def initial(reduction: Reduction, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
+    """The state before any event, for values of this shape, dtype and explicit sharding."""
+    state = reduction.init(_arrays.zeros(shape, dtype, sharding))
     return jax.tree.map(lambda x: _arrays.strong(jnp.asarray(x)), state)
 
 

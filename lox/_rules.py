@@ -36,7 +36,7 @@ from lox._lanes import Laned, map_laned
 
 def _jit(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     def attempt(state: Any) -> list[Any]:
-        entry = transformed(run, params["jaxpr"], state)
+        entry = transformed(run, params["jaxpr"], state, once=True)
         leaves = jax.tree.leaves(state)
         widened = _compat.widen_jit(params, entry.jaxpr, len(leaves), entry.extra)
         outs, state, piece = entry.unpack(primitive.bind(*leaves, *args, **widened))
@@ -48,7 +48,7 @@ def _jit(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> l
 
 def _remat(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     def attempt(state: Any) -> list[Any]:
-        entry = transformed(run, params["jaxpr"], state)
+        entry = transformed(run, params["jaxpr"], state, once=True)
         jaxpr, consts = _compat.without_consts(entry.jaxpr)
         leaves = jax.tree.leaves(state)
         widened = _compat.widen_remat(params, jaxpr, len(consts) + len(leaves))

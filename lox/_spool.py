@@ -163,6 +163,11 @@ class Collect(Handler):
 
         return [fit] * len(pieces)
 
+    def allows(self, run: Run, struct: dict[str, Any]) -> bool:
+        """Keys may begin inside, unless there were events of them before that have to be put in front."""
+        stacked = {key for piece in run.pieces for key in piece}
+        return not any(key not in run.state and (key in stacked or key in run.notes) for key in struct)
+
     def extend(self, run: Run, struct: dict[str, Any]) -> None:
         """Keys that are new begin empty, or with what was stacked of them before."""
         state = {}

@@ -16,7 +16,7 @@ from lox._event import Event
 from lox._lanes import Laned, Lanes
 from lox._series import Series, Site
 
-Item = tuple[tuple[int, ...], Any]  # shape and dtype of one leaf of the value
+Item = tuple[tuple[int, ...], Any, Any]  # shape, dtype and explicit sharding of one leaf of the value
 
 
 def typed_like(x: Any, aval: Any) -> Any:
@@ -54,15 +54,18 @@ def _check_items(key: str, treedef: Any, items: tuple[Item, ...], site: str, eve
     if event.treedefs[key] != treedef:
         raise _errors.mismatch(key, "structure", treedef, site, event.treedefs[key], event.site)
     joined = []
-    for (shape, dtype), x in zip(items, event.values[key], strict=True):
+    for (shape, dtype, sharding), x in zip(items, event.values[key], strict=True):
         if x.item_shape() != shape:
             raise _errors.mismatch(key, "shape", f"shape {shape}", site, f"shape {x.item_shape()}", event.site)
-        joined.append((shape, _arrays.promote(dtype, x.tree.dtype)))
+        joined.append((shape, _arrays.promote(dtype, x.tree.dtype), sharding))
     return tuple(joined)
 
 
 def _items_of(key: str, event: Event) -> tuple[Item, ...]:
-    return tuple((x.item_shape(), x.tree.dtype) for x in event.values[key])
+    return tuple(
+        (x.item_shape(), x.tree.dtype, _compat.explicit_sharding(_compat.aval_of(x.tree), x.ndim))
+        for x in event.values[key]
+    )
 
 
 def _take_steps(key: str, old: dict[str, Laned], event: Event, happened: Laned | None) -> dict[str, Laned]:
@@ -127,7 +130,7 @@ class Fold:
             due = _lanes.widen(self.count, lanes).tree % self.interval == 0
             happened = Laned(due if happened is None else due & _lanes.widen(happened, lanes).tree, lanes.flags)
         states = []
-        for state, value, (_, dtype) in zip(old.states, event.values[key], old.items, strict=True):
+        for state, value, (_, dtype, _) in zip(old.states, event.values[key], old.items, strict=True):
             weight = (event.weight or Laned(jnp.ones((), jnp.float32))) if self.reduction.weighted else None
             lanes = _union(key, state, value, happened, weight)
             args = [_lanes.widen(x, lanes).tree for x in (state, Laned(value.tree.astype(dtype), value.flags))]
@@ -311,7 +314,7 @@ class Buffer:
 
         values = [
             put(buffer, x, dtype, 0)
-            for buffer, x, (_, dtype) in zip(rows.values, event.values[key], items, strict=True)
+            for buffer, x, (_, dtype, _) in zip(rows.values, event.values[key], items, strict=True)
         ]
         steps = {}
         for name in dict.fromkeys([*rows.steps, *event.steps]):
@@ -370,7 +373,10 @@ class Buffer:
     def from_struct(cls, struct: "Buffer") -> "Buffer":
         """The empty state of the type of `struct`."""
         size = struct.capacity + 1
-        values = [Laned(_arrays.zeros((size, *shape), dtype)) for shape, dtype in struct.items]
+        values = [
+            Laned(_arrays.zeros((size, *shape), dtype, _compat.with_leading_axes(sharding, 1)))
+            for shape, dtype, sharding in struct.items
+        ]
         rows = dataclasses.replace(struct.rows, values=values, steps={}, valid=None)
         zero = Laned(jnp.zeros((), jnp.int32))
         return dataclasses.replace(struct, rows=rows, count=zero, seen=zero).conform(struct)
@@ -470,8 +476,10 @@ class Room:
 
 def _empty_rows(count: int, like: Any, fill: Any = 0) -> Any:
     """Rows for values like this one, sharded as it is."""
-    if _arrays.is_prng_key(like.dtype):
-        return _arrays.zeros((count, *like.shape), like.dtype)
+    sharding = _compat.with_leading_axes(_compat.explicit_sharding(_compat.aval_of(like)), 1)
+    if sharding is not None or _arrays.is_prng_key(like.dtype):
+        rows = _arrays.zeros((count, *like.shape), like.dtype, sharding)
+        return rows if not fill else rows + jnp.asarray(fill, like.dtype)
     return jnp.broadcast_to(jnp.full_like(like, fill)[None], (count, *like.shape))
 
 

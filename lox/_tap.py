@@ -276,6 +276,10 @@ class Stream(Handler):
         run.state = {**run.state, "held": held}
         return series
 
+    def allows(self, run: Run, struct: dict[str, Any]) -> bool:
+        """Nothing is stacked outside of blocks."""
+        return True
+
     def extend(self, run: Run, struct: dict[str, Any]) -> None:
         """The token does not change its type; the rest is as for `spool`."""
         for part in ("held", "counts"):

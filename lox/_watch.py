@@ -104,6 +104,10 @@ class Watch(Handler):
             run.state = {"token": token, "failed": Laned(failed | jnp.any(fails))}
         bind(event)
 
+    def allows(self, run: Run, struct: Any) -> bool:
+        """The flag may come to vary over devices."""
+        return True
+
     def extend(self, run: Run, struct: Any) -> None:
         """Give the flag its type: inside shard_map it may vary over devices."""
         target = struct["failed"]
