@@ -23,6 +23,7 @@ Write `lox.log` wherever a value is interesting, and decide outside what becomes
 __version__ = "0.1.0"
 
 from lox import _batching, _differentiation
+from lox import loggers as loggers
 from lox import logify as logify
 from lox import testing as testing
 from lox._errors import LogTypeError as LogTypeError
@@ -42,6 +43,7 @@ from lox._reduce import Reduction as Reduction
 from lox._sink import config as config
 from lox._spool import spool as spool
 from lox._tap import tap as tap
+from lox.loggers import Logger as Logger
 
 _batching.install()
 _differentiation.install()

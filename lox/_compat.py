@@ -19,6 +19,7 @@ import jax.extend.linear_util as lu
 import numpy as np
 from jax import lax
 from jax._src.core import trace_ctx as _trace_ctx
+from jax.experimental import io_callback
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import ad, mlir
@@ -600,3 +601,40 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
         return [token]
 
     return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)
+
+
+_LAST_CALL = "lox: the block and the token of the last host call"
+
+
+def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
+    """Emit a host call of `callback(*arrays)`, which returns a tuple of arrays.
+
+    XLA may reorder calls that do not depend on each other, side effects or not. So each takes a token from the one
+    before in the same block, and returns one; the iterations of a loop follow each other anyway. On several devices
+    there is no one order to keep.
+    """
+    if getattr(ctx.module_context.axis_context, "num_devices", None) != 1:
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out]
+
+        def call(*arrays: Any) -> Any:
+            return io_callback(lambda *a: callback(*map(np.asarray, a)), shapes, *arrays)
+
+        return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    block = mlir.ir.InsertionPoint.current.block
+    notes = ctx.module_context.cached_primitive_lowerings  # a dict that lives as long as the module is being made
+    before = notes.get(_LAST_CALL)
+    chained = before is not None and before[0] == block
+    token = before[1] if chained else mlir.ir_constant(np.zeros((), np.int32))
+    token_type = jax.core.ShapedArray((), np.dtype(np.int32))
+    avals_in, avals_out = [token_type, *ctx.avals_in], [token_type, *ctx.avals_out]
+    results, _, _ = mlir.emit_python_callback(
+        ctx.replace(avals_in=avals_in, avals_out=avals_out),
+        lambda token, *arrays: (token, *callback(*arrays)),
+        None,
+        [token, *operands],
+        avals_in,
+        avals_out,
+        has_side_effect=True,
+    )
+    notes[_LAST_CALL] = block, results[0]
+    return results[1:]
