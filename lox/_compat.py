@@ -622,9 +622,9 @@ def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
         return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
     block = mlir.ir.InsertionPoint.current.block
     notes = ctx.module_context.cached_primitive_lowerings  # a dict that lives as long as the module is being made
-    before = notes.get(_LAST_CALL)
-    chained = before is not None and before[0] == block
-    token = before[1] if chained else mlir.ir_constant(np.zeros((), np.int32))
+    last_block, token = notes.get(_LAST_CALL, (None, None))
+    if last_block != block:
+        token = mlir.ir_constant(np.zeros((), np.int32))
     token_type = jax.core.ShapedArray((), np.dtype(np.int32))
     avals_in, avals_out = [token_type, *ctx.avals_in], [token_type, *ctx.avals_out]
     results, _, _ = mlir.emit_python_callback(

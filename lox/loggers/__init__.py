@@ -17,5 +17,9 @@
 """
 
 from lox.loggers._base import Logger as Logger
+from lox.loggers._console import ConsoleLogger as ConsoleLogger
+from lox.loggers._csv import CsvLogger as CsvLogger
+from lox.loggers._jsonl import JsonlLogger as JsonlLogger
+from lox.loggers._multi import MultiLogger as MultiLogger
 from lox.loggers._run import LoggerState as LoggerState
 from lox.loggers._run import Run as Run

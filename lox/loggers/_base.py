@@ -5,32 +5,24 @@ events of all lanes leave the device in one call with the numbers of their runs;
 thread per logger sorts them by run and calls the host methods. What those raise never reaches the program.
 """
 
-import atexit
-import contextlib
 import functools
-import itertools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lox import _call, _compat, _errors
-from lox._lanes import Laned
-from lox._logdict import logdict, warn_of_dropped
+from lox._logdict import logdict
 from lox._spool import spool as _spool
 from lox._tap import streaming
 from lox.loggers import _batch, _host
 from lox.loggers._batch import Batch
-from lox.loggers._errors import ErrorLog, raise_all
+from lox.loggers._errors import raise_all
+from lox.loggers._pipeline import Pipeline
 from lox.loggers._routing import RoutedStream
 from lox.loggers._run import ConfigPlan, LoggerState, Run, key_words
 from lox.loggers._values import as_logs
-from lox.loggers._writer import Writer
-
-_numbers = itertools.count()  # of runs, in this process: no two loggers share one
 
 
 class Logger:
@@ -60,19 +52,17 @@ class Logger:
     """
 
     queue_size: int = 1024
+    _pipeline: Pipeline
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Ready even if a subclass has an `__init__` of its own that does not call this one's."""
         del args, kwargs
         self = super().__new__(cls)
-        self._runs: dict[int, Run] = {}
-        self._broken: set[int] = set()  # runs that could not be opened
-        self._lock = threading.RLock()  # held while host methods run
-        self._errors = ErrorLog(cls.__name__)
-        self._writer: Writer | None = None
-        self._closed = False
-        self._targets: dict[Any, Any] = {}
+        self._pipeline = self._make_pipeline()
         return self
+
+    def _make_pipeline(self) -> Pipeline:
+        return Pipeline(self)
 
     # --- what a subclass implements ---
 
@@ -97,7 +87,7 @@ class Logger:
         for index, run in enumerate(runs):
             lane = batch.lane(index)
             if lane:
-                with self._isolated(f"writing {_errors.listing(lane)} of run {run.name!r}"):
+                with self._pipeline.isolated(f"writing {_errors.listing(lane)} of run {run.name!r}"):
                     self.write(run, lane)
 
     def open(self, run: Run) -> None:
@@ -125,10 +115,10 @@ class Logger:
         Returns:
             A pytree of arrays, for `log`, `spool` and `tap`.
         """
-        self._require_open("init")
+        self._pipeline.require_open("init")
         words = key_words(key)
         plan, arrays = ConfigPlan.of(config)
-        (number,) = _host.call(functools.partial(self._begin, plan), [words, *arrays], [np.int32])
+        (number,) = _host.call(functools.partial(self._pipeline.begin, plan), [words, *arrays], [np.int32])
         return LoggerState(number, words)
 
     def log(self, state: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: Any) -> None:
@@ -187,7 +177,7 @@ class Logger:
 
         @functools.wraps(fun)
         def spooled(*args: Any, **kwargs: Any) -> Any:
-            self._require_open("spool")
+            self._pipeline.require_open("spool")
             return _call.call(fun, key, transform, args, kwargs, run)
 
         return spooled
@@ -220,11 +210,11 @@ class Logger:
             A function with the signature and the result of `fun`.
         """
         run = self._run_of(state, "tap")
-        stream = streaming(RoutedStream, self._receive_tap, argnames, tags, prefix, interval, reduce, buffer)
+        stream = streaming(RoutedStream, self._pipeline.receive_tap, argnames, tags, prefix, interval, reduce, buffer)
 
         @functools.wraps(fun)
         def tapped(*args: Any, **kwargs: Any) -> Any:
-            self._require_open("tap")
+            self._pipeline.require_open("tap")
             return stream(fun, args, kwargs, run)
 
         return tapped
@@ -239,7 +229,7 @@ class Logger:
         Raises:
             Exception: What host methods have raised since the last time; an `ExceptionGroup` if that is several.
         """
-        raise_all(type(self).__name__, self._settle())
+        raise_all(type(self).__name__, self._pipeline.settle())
 
     def close(self) -> None:
         """Write what is queued and end all runs. Closing twice does nothing.
@@ -247,65 +237,24 @@ class Logger:
         Raises:
             Exception: As for `flush`.
         """
-        raise_all(type(self).__name__, self._shut())
+        raise_all(type(self).__name__, self._pipeline.shut())
 
     def __enter__(self) -> Self:
-        self._require_open("with")
+        self._pipeline.require_open("with")
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        errors = self._shut()
+        errors = self._pipeline.shut()
         if error is None:
-            raise_all(type(self).__name__, errors)
+            return raise_all(type(self).__name__, errors)
         for late in errors:  # the error under way is what matters, but these must not get lost
             error.add_note(f"{type(self).__name__} had an error too: {type(late).__name__}: {late}")
 
-    def _settle(self) -> list[Exception]:
-        """Wait for all events; returns the errors."""
-        errors = _effects()
-        self._drain()
-        if not self._closed and self._is_mine:
-            with self._isolated("committing"):
-                self.commit()
-        return errors + self._errors.take()
-
-    def _shut(self) -> list[Exception]:
-        """Close; returns the errors."""
-        if self._closed:
-            return self._errors.take()  # of events that came too late
-        errors = self._settle()
-        self._closed = True
-        _open_loggers.pop(id(self), None)
-        if self._is_mine:
-            with self._lock:
-                for run in [r for r in self._runs.values() if r.id not in self._broken]:
-                    with self._isolated(f"finishing run {run.name!r}"):
-                        self.finish(run)
-        return errors + self._errors.take()
-
-    def _drain(self) -> None:
-        if self._writer is not None and self._writer.is_of_this_process:
-            self._writer.drain()
-
-    @property
-    def _is_mine(self) -> bool:
-        """Whether this process, and not the one it was forked from, uses the logger."""
-        return self._writer is None or self._writer.is_of_this_process
-
     # --- between program and host ---
-
-    def _require_open(self, what: str) -> None:
-        if self._closed:
-            raise _errors.LoxError(f"`{what}`: this {type(self).__name__} is closed. Make a new one.")
-        if not self._is_mine:
-            raise _errors.LoxError(
-                f"`{what}`: this {type(self).__name__} belongs to the process that this one was forked from. "
-                "Make a new one here."
-            )
 
     def _run_of(self, state: Any, what: str) -> Any:
         """The number of the run, checked as far as possible before the program runs."""
-        self._require_open(what)
+        self._pipeline.require_open(what)
         if not isinstance(state, LoggerState):
             raise _errors.LogTypeError(
                 f"`{what}` got {state!r} for the logger's state: give it what `init(key)` returned."
@@ -315,124 +264,13 @@ class Logger:
                 f"`{what}` got the states of {np.shape(state.run)} runs: it takes one. "
                 f"For one run per lane, map over the state: `jax.vmap(lambda state, ...: logger.{what}(...))`."
             )
-        if not isinstance(state.run, _compat.Tracer) and int(state.run) not in self._runs:
-            raise self._unknown(int(state.run))
+        if not isinstance(state.run, _compat.Tracer) and int(state.run) not in self._pipeline.runs:
+            raise self._pipeline.unknown(int(state.run))
         return jnp.asarray(state.run, jnp.int32)
-
-    def _unknown(self, number: int) -> _errors.LoxError:
-        return _errors.LoxError(
-            f"{type(self).__name__} has no run number {number}: its state was made by another logger or in another "
-            "process. Call `init` of this one."
-        )
 
     def _send(self, run: Any, logs: logdict) -> None:
         plan, arrays = _batch.Plan.of(logs)
-        # The same object for the same plan: what JAX caches must find it again.
-        target = self._targets.setdefault(plan, functools.partial(self._receive, plan))
-        _host.call(target, [run, *arrays])
-
-    # --- on the host ---
-
-    @contextlib.contextmanager
-    def _isolated(self, doing: str) -> Iterator[None]:
-        try:
-            with self._lock:
-                yield
-        except BaseException as error:  # not only Exception: a client that calls sys.exit must not end the thread
-            self._errors.add(error, doing)
-
-    def _begin(self, plan: ConfigPlan, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> Any:
-        """Open a run for every lane."""
-        (words, *arrays), numbers = operands, []
-        for index in np.ndindex(lanes):
-            config = plan.rebuild([_pick(x, index) for x in arrays])
-            run = Run(next(_numbers), np.asarray(_pick(words, index)), config)
-            numbers.append(run.id)
-            self._open(run, eager)
-        return [np.asarray(numbers, np.int32)]
-
-    def _open(self, run: Run, eager: bool) -> None:
-        self._register()
-        if eager:
-            with self._lock:
-                self.open(run)
-                self._runs[run.id] = run
-            return
-        self._runs[run.id] = run  # even if it fails: the program is under way, and its events have to go somewhere
-        self._broken.add(run.id)
-        with self._isolated(f"opening run {run.name!r}"):
-            self.open(run)
-            self._broken.discard(run.id)
-
-    def _register(self) -> None:
-        with self._lock:
-            if self._writer is None:
-                self._writer = Writer(self._process, self.queue_size, f"lox-{type(self).__name__}")
-                _open_loggers[id(self)] = self
-
-    def _receive_tap(self, logs: logdict) -> None:
-        self._enqueue(lambda: _batch.from_tap(logs))
-
-    def _receive(self, plan: _batch.Plan, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> Any:
-        del lanes, eager
-        ids, *arrays = operands
-        self._enqueue(lambda: [plan.batch(ids, arrays)])
-        return []
-
-    def _enqueue(self, make: Callable[[], list[Batch]]) -> None:
-        """Take events on the thread of the runtime, which must not be kept waiting, nor see an exception."""
-        if self._closed or not self._is_mine or self._writer is None:
-            late = _errors.LoxError("events arrived after the logger was closed")
-            self._errors.add(late, "closed")
-            return
-        self._writer.put(make)
-
-    def _process(self, jobs: list[Callable[[], list[Batch]]]) -> None:
-        """Sort and write, on the logger's own thread."""
-        batches: list[Batch] = []
-        for make in jobs:
-            with self._isolated("sorting events"):
-                made = make()
-                for batch in made:
-                    warn_of_dropped(batch.logs, stacklevel=2)
-                batches += made
-        for batch in _batch.joined(batches):
-            self._take(batch)
-
-    def _take(self, batch: Batch) -> None:
-        """Write one batch."""
-        if not batch.logs or not len(batch.ids):
-            return
-        usable = np.asarray([self._is_usable(number) for number in batch.ids.tolist()])
-        if not usable.all():
-            batch = batch.select(usable)
-        ids = batch.ids.tolist()
-        if len(set(ids)) < len(ids):  # one state in several lanes: one after the other
-            for index in range(len(ids)):
-                self._write_lanes(batch.select(np.asarray([index])))
-        elif ids:
-            self._write_lanes(batch)
-
-    def _is_usable(self, number: int) -> bool:
-        if number not in self._runs:
-            self._errors.add(self._unknown(number), "writing")
-        elif number in self._broken:
-            name = self._runs[number].name
-            error = _errors.LoxError(f"run {name!r} could not be opened, so its events are not written")
-            self._errors.add(error, f"writing to run {name!r}")
-        else:
-            return True
-        return False
-
-    def _write_lanes(self, batch: Batch) -> None:
-        runs = [self._runs[number] for number in batch.ids.tolist()]
-        with self._isolated(f"writing {_errors.listing(batch.logs)}"):
-            self.write_lanes(runs, batch.logs)
-
-
-def _pick(x: Laned, index: tuple[int, ...]) -> np.ndarray:
-    """One lane of an array."""
-    return x.tree[tuple(i for i, flag in zip(index, x.flags, strict=True) if flag)]
+        _host.call(self._pipeline.target(plan), [run, *arrays])
 
 
 def _names(given: Any) -> Any:
@@ -443,22 +281,3 @@ def _hashable(option: Any) -> Any:
     if isinstance(option, Mapping):
         return tuple((key, _hashable(value)) for key, value in option.items())
     return tuple(map(_hashable, option)) if isinstance(option, list | tuple) else option
-
-
-def _effects() -> list[Exception]:
-    """Wait for the callbacks of all computations under way."""
-    try:
-        jax.effects_barrier()
-    except Exception as error:  # of a computation, which has nothing to do with the logger; it must still be closed
-        return [error]
-    return []
-
-
-_open_loggers: dict[int, Logger] = {}
-
-
-@atexit.register
-def _close_all() -> None:
-    """Whoever forgets to close a logger still gets its events, and its errors."""
-    errors = [error for logger in list(_open_loggers.values()) for error in logger._shut()]
-    raise_all("lox, closing the loggers that were still open,", errors)

@@ -33,15 +33,12 @@ class Batch:
     def form(self) -> Any:
         """Batches of equal form can be joined."""
         logs = self.logs
-        return (
-            self.ids.tobytes(),
-            tuple(
-                (key, jax.tree.structure(logs[key]), logs._layouts[key], key in logs.valid)
-                + tuple((x.shape[:1] + x.shape[2:], x.dtype) for x in jax.tree.leaves(logs[key]))
-                + tuple((name, of[key].shape[2:], of[key].dtype) for name, of in logs.steps.items() if key in of)
-                for key in logs
-            ),
-        )
+        forms: list[Any] = [self.ids.tobytes()]
+        for key in logs:
+            arrays = [*jax.tree.leaves(logs[key]), *(of[key] for of in logs.steps.values() if key in of)]
+            forms += [key, jax.tree.structure(logs[key]), logs._layouts[key], key in logs.valid]
+            forms += [(x.shape[2:], x.dtype) for x in arrays]
+        return forms
 
     def with_ids(self, ids: np.ndarray) -> "Batch":
         """The same events for other runs."""
@@ -133,7 +130,9 @@ class _Sorter:
         return Laned(x, tuple(a in axes for a in self.inner_axes))
 
 
-def _set(logs: logdict, key: str, treedef: Any, values: list[Laned], steps: dict[str, Laned], valid: Any) -> None:
+def _set(
+    logs: logdict, key: str, treedef: Any, values: list[Laned], steps: dict[str, Laned], valid: Laned | None
+) -> None:
     logs[key] = jax.tree.unflatten(treedef, [x.tree for x in values])
     events = values[0].tree.shape[:2]
     for name, x in steps.items():
@@ -147,7 +146,7 @@ def _set(logs: logdict, key: str, treedef: Any, values: list[Laned], steps: dict
         tuple(x.flags for x in values),
         tuple(x.tree.ndim - 1 for x in values),
         tuple((name, x.flags) for name, x in sorted(steps.items())),
-        valid.flags if key in logs.valid else (),
+        valid.flags if valid is not None and key in logs.valid else (),
     )
 
 
