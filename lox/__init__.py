@@ -39,6 +39,7 @@ from lox._logdict import logdict as logdict
 from lox._nolog import keep as keep
 from lox._nolog import nolog as nolog
 from lox._primitive import log as log
+from lox._progress import progress as progress
 from lox._reduce import Reduction as Reduction
 from lox._sink import config as config
 from lox._spool import spool as spool

@@ -623,7 +623,7 @@ def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
     block = mlir.ir.InsertionPoint.current.block
     notes = ctx.module_context.cached_primitive_lowerings  # a dict that lives as long as the module is being made
     last_block, token = notes.get(_LAST_CALL, (None, None))
-    if last_block != block:
+    if last_block is None or last_block != block:
         token = mlir.ir_constant(np.zeros((), np.int32))
     token_type = jax.core.ShapedArray((), np.dtype(np.int32))
     avals_in, avals_out = [token_type, *ctx.avals_in], [token_type, *ctx.avals_out]

@@ -37,6 +37,8 @@ class ConsoleLogger(Logger):
         console: A `rich.console.Console` to draw on, instead of the standard output.
     """
 
+    patient = False
+
     def __init__(self, progress: Mapping[str, float] | None = None, every: float = 10.0, console: Any = None):
         for name, total in (progress or {}).items():
             if not isinstance(total, int | float) or isinstance(total, bool) or not total > 0:

@@ -4,6 +4,7 @@
 something is drawn, not when lox is.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -26,7 +27,7 @@ def sparkline(values: tuple[float, ...] | list[float], width: int = _TREND) -> s
     """A curve in one line; a dot stands for NaN."""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        parts = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        parts = [values[a:b] for a, b in itertools.pairwise(edges)]
         values = [sum(part) / len(part) for part in parts]
     finite = [x for x in values if math.isfinite(x)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)

@@ -5,6 +5,7 @@ meanwhile above it. Where there is no terminal, or somebody else's live display 
 slow rate instead. Drawing happens on `rich`'s own thread or where an event is handled, never in JAX.
 """
 
+import math
 import threading
 import time
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ class Part(Protocol):
     """Something to show."""
 
     every: float  # seconds between plain lines
+    patient: bool  # whether the first of them can wait as long
 
     def picture(self, width: int, height: int) -> Any:
         """For a terminal: something that `rich` can print."""
@@ -41,14 +43,14 @@ class Screen:
         with self._lock:
             if part not in self._parts:
                 self._parts.append(part)
+                self._printed[id(part)] = (time.monotonic() if part.patient else -math.inf, "")
                 self._start()
 
     def changed(self, part: Part) -> None:
         """A part has something new to show: a live display finds out by itself, lines are due now and then."""
         with self._lock:
             if self._live is None and part in self._parts:
-                last, _ = self._printed.get(id(part), (-float("inf"), ""))
-                if time.monotonic() - last >= part.every:
+                if time.monotonic() - self._printed[id(part)][0] >= part.every:
                     self._print_line(part)
 
     def remove(self, part: Part, keep: bool = True) -> None:
@@ -70,7 +72,7 @@ class Screen:
 
     def _print_line(self, part: Part) -> None:
         text = part.line()
-        if text != self._printed.get(id(part), (0.0, ""))[1]:
+        if text != self._printed[id(part)][1]:
             self._console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
         self._printed[id(part)] = time.monotonic(), text
 
