@@ -49,9 +49,9 @@ class Screen:
     def changed(self, part: Part) -> None:
         """A part has something new to show: a live display finds out by itself, lines are due now and then."""
         with self._lock:
-            if self._live is None and part in self._parts:
-                if time.monotonic() - self._printed[id(part)][0] >= part.every:
-                    self._print_line(part)
+            waiting = self._live is None and part in self._parts
+            if waiting and time.monotonic() - self._printed[id(part)][0] >= part.every:
+                self._print_line(part)
 
     def remove(self, part: Part, keep: bool = True) -> None:
         """Show a part no longer; its last state stays on the screen, unless it need not be kept."""
