@@ -30,9 +30,9 @@ class Handler:
         del meta
         return True
 
-    def initial_state(self, *given: Any) -> Any:
+    def initial_state(self) -> Any:
         """What is threaded through the program."""
-        return given
+        return ()
 
     def event(self, run: "Run", event: Event) -> None:
         """Take one event: change `run.state`, or add to `run.pieces`."""
@@ -257,10 +257,10 @@ def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], k
 
 
 def run_function(
-    handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *given: Any
+    handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Any, Run]:
-    """Call `fun`, its logs handed to `handler`, whose initial state is made from what is `given`."""
-    run = Run(handler, handler.initial_state(*given))
+    """Call `fun`, its logs handed to `handler`."""
+    run = Run(handler, handler.initial_state())
     with _compat.take_current_trace() as parent, _compat.set_current_trace(LogTrace(parent, run)):
         out = fun(*args, **kwargs)
     return out, run

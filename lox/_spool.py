@@ -37,9 +37,8 @@ class Collect(Handler):
         """Those that are selected, or kept for others."""
         return self.keep_logs or bool(self.selection.keys(meta))
 
-    def initial_state(self, *given: Any) -> dict[str, Fold | Buffer]:
+    def initial_state(self) -> dict[str, Fold | Buffer]:
         """Nothing yet: a key's state begins with its first event."""
-        del given
         return {}
 
     def reduction(self, key: str, own: _reduce.Reduction | None) -> _reduce.Reduction | None:

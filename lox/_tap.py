@@ -8,7 +8,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,11 +120,8 @@ class Stream(Handler):
         """All of them: those not selected still flow on."""
         return True
 
-    waits: ClassVar[bool] = True  # whether a call returns only when the last callback has
-
-    def initial_state(self, *given: Any) -> dict[str, Any]:
+    def initial_state(self) -> dict[str, Any]:
         """The token before the first event, and nothing counted or reduced yet."""
-        del given
         token = _emit.new_token()
         if isinstance(self.deliver, BufferedDelivery):  # what an aborted call may have left
             token = _emit.emit(self.deliver, _signal(_BEGIN), token)
@@ -146,10 +143,6 @@ class Stream(Handler):
             self._emit_if_due(run, event.only(direct), interval)
         for key in selected:
             run.note(key, event.mask is None)
-        self.pass_on(event)
-
-    def pass_on(self, event: Event) -> None:
-        """Let an event flow on to the transformations around."""
         bind(event.replace(seen=True))
 
     def _emit(self, run: Run, event: Event) -> None:
@@ -250,29 +243,6 @@ def tap(
     Raises:
         OptionError: An option that makes no sense.
     """
-    stream = streaming(Stream, callback, argnames, tags, prefix, interval, reduce, buffer)
-
-    @functools.wraps(fun)
-    def tapped(*args: Any, **kwargs: Any) -> Any:
-        return stream(fun, args, kwargs)
-
-    return tapped
-
-
-def streaming(
-    kind: type[Stream],
-    callback: Callback,
-    argnames: str | Iterable[str] | None,
-    tags: str | Iterable[str] | None,
-    prefix: str,
-    interval: int | None,
-    reduce: Any,
-    buffer: int | None,
-) -> Callable[..., Any]:
-    """How `tap` with these options calls a function: `(fun, args, kwargs, *given)`.
-
-    `given` is for the initial state of the handler, whose class is `kind`.
-    """
     if not callable(callback):
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of a logdict.")
     prefix, reduction = _call.prefix_option(prefix), _call.reduce_option(reduce)
@@ -281,22 +251,23 @@ def streaming(
     if isinstance(reduction, tuple):
         reduction = tuple((prefix + key, how) for key, how in reduction)
 
-    def stream(fun: Callable[..., Any], args: Any, kwargs: Any, *given: Any) -> Any:
+    @functools.wraps(fun)
+    def tapped(*args: Any, **kwargs: Any) -> Any:
         if buffer is None:
-            return call(_delivery(callback), kind.waits, fun, args, kwargs, *given)
+            return call(_delivery(callback), args, kwargs)
         with _buffers.lend(callback, buffer, reduction) as deliver:
-            return call(deliver, True, fun, args, kwargs, *given)  # the buffer must be back before it is lent again
+            return call(deliver, args, kwargs)
 
-    def call(deliver: Delivery, wait: bool, fun: Callable[..., Any], args: Any, kwargs: Any, *given: Any) -> Any:
-        handler = kind(collect, deliver, prefix)
+    def call(deliver: Delivery, args: Any, kwargs: Any) -> Any:
+        handler = Stream(collect, deliver, prefix)
 
-        def transform(fun: Callable[..., Any], args: Any, kwargs: Any, *given: Any) -> tuple[Any, Any]:
-            out, run = _engine.run_function(handler, fun, args, kwargs, *given)
+        def stream(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+            out, run = _engine.run_function(handler, fun, args, kwargs)
             return out, handler.finish(run)
 
         try:
-            out, token = _call.call(fun, handler, transform, args, kwargs, *given)
-            if wait and not isinstance(token, _compat.Tracer):
+            out, token = _call.call(fun, handler, stream, args, kwargs)
+            if not isinstance(token, _compat.Tracer):
                 jax.block_until_ready(token)  # the token is there once the last callback has returned
         except Exception:
             error = deliver.pop_error()
@@ -305,7 +276,7 @@ def streaming(
             raise
         return out
 
-    return stream
+    return tapped
 
 
 class _Identity:
