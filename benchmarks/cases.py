@@ -126,46 +126,156 @@ def dispatch() -> Iterator[Row]:
     yield compare("spool, dispatch: spooled anew each time", again, hand, **options)
 
 
+# --- reductions and intervals --------------------------------------------------------------------
+
+
+def big_events(length: int) -> Callable[..., Any]:
+    """A loop that logs 256 floats in every iteration."""
+
+    def function(x):
+        def step(x, i):
+            x = x * 0.999 + 0.1
+            lox.log({"x": x}, step=i)
+            return x, None
+
+        return jax.lax.scan(step, x, jnp.arange(length))[0]
+
+    return function
+
+
+def memory_of(function: Any, *args: Any) -> float:
+    """Megabytes of temporaries and outputs that a compiled program needs."""
+    analysis = jax.jit(function).lower(*args).compile().memory_analysis()
+    return (analysis.temp_size_in_bytes + analysis.output_size_in_bytes) / 1e6
+
+
+def reductions() -> Iterator[Row]:
+    events = 100_000
+    function, x = big_events(events), jnp.zeros(256)
+    stacked = lox.spool(function)
+    stacked_mb = memory_of(stacked, x)
+    for name, options in (
+        ("reduce='mean'", {"reduce": "mean"}),
+        ("reduce='std'", {"reduce": "std"}),
+        ("interval=1000", {"interval": 1000}),
+    ):
+        mb = memory_of(lox.spool(function, **options), x)
+        yield Row(f"memory, {name}: stacked", "MB", mb, stacked_mb, goal=(4 if "interval" in options else 2) / 103)
+
+    def stack_then_mean(x):
+        out, logs = stacked(x)
+        return out, logs["x"].mean(0)
+
+    mean = jax.jit(lox.spool(function, reduce="mean"))
+    yield compare("reduce='mean', run: stacked", blocking(mean, x), blocking(jax.jit(stacked), x), goal=1.0, seconds=10)
+    by_stacking = jax.jit(stack_then_mean)
+    yield compare("reduce='mean', run: stacked, then mean", blocking(mean, x), blocking(by_stacking, x), goal=1.0)
+    exact = np.asarray(stacked(x)[1]["x"], np.float64).mean(0)
+    errors = [np.abs(np.asarray(f(x)[1], np.float64) / exact - 1).max() for f in (mean_of(mean), by_stacking)]
+    yield Row("reduce='mean', error: stacked, then mean", "ppb", *(1e9 * max(e, 1e-12) for e in errors), goal=None)
+
+
+def mean_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(x):
+        out, logs = function(x)
+        return out, logs["x"]
+
+    return call
+
+
 # --- tap -----------------------------------------------------------------------------------------
+
+
+def logged_sum(xs):
+    def step(carry, x):
+        carry += x
+        lox.log({"carry": carry, "x": x})
+        return carry, None
+
+    return jax.lax.scan(step, 0.0, xs)[0]
+
+
+def called_sum(callback: Callable[..., Any], ordered: bool = False) -> Callable[..., Any]:
+    """The same with `jax.debug.callback`."""
+
+    def function(xs):
+        def step(carry, x):
+            carry += x
+            jax.debug.callback(callback, {"carry": carry, "x": x}, ordered=ordered)
+            return carry, None
+
+        return jax.lax.scan(step, 0.0, xs)[0]
+
+    return function
+
+
+def threaded_sum(xs):
+    """The same by hand: metrics as outputs of the scan."""
+
+    def step(carry, x):
+        carry += x
+        return carry, {"carry": carry, "x": x}
+
+    return jax.lax.scan(step, 0.0, xs)
+
+
+class Received:
+    """Counts the events that a callback gets, and checks that none is missing."""
+
+    def __init__(self) -> None:
+        self.events = 0
+
+    def one(self, logs: Any) -> None:
+        self.events += 1
+
+    def block(self, logs: Any) -> None:
+        self.events += len(logs["x"])
+
+    def call(self, function: Callable[..., Any], xs: Any, events: int) -> Callable[[], None]:
+        def call() -> None:
+            self.events = 0
+            jax.block_until_ready(function(xs))
+            jax.effects_barrier()
+            assert self.events == events, (self.events, events)
+
+        return call
 
 
 def tap() -> Iterator[Row]:
     events = 10_000
     xs = jnp.arange(events, dtype=jnp.float32)
-    seen: list[Any] = []
-
-    def logged(xs):
-        def step(carry, x):
-            carry += x
-            lox.log({"carry": carry, "x": x})
-            return carry, None
-
-        return jax.lax.scan(step, 0.0, xs)[0]
-
-    def by_hand(ordered):
-        def function(xs):
-            def step(carry, x):
-                carry += x
-                jax.debug.callback(seen.append, {"carry": carry, "x": x}, ordered=ordered)
-                return carry, None
-
-            return jax.lax.scan(step, 0.0, xs)[0]
-
-        return jax.jit(function)
-
-    def counted(function):
-        def call():
-            seen.clear()
-            function(xs)
-            jax.effects_barrier()
-            assert len(seen) == events
-
-        return call
-
-    tapped = counted(lox.tap(jax.jit(logged), seen.append))
+    got = Received()
+    options = {"unit": "us", "count": events, "seconds": 8}
+    tapped = got.call(lox.tap(jax.jit(logged_sum), got.one), xs, events)
     for name, ordered in ("debug.callback", False), ("debug.callback ordered", True):
-        options = {"unit": "us", "count": events, "seconds": 8}
-        yield compare(f"tap, per event: {name}", tapped, counted(by_hand(ordered)), **options)
+        by_callback = got.call(jax.jit(called_sum(got.one, ordered)), xs, events)
+        yield compare(f"tap, per event: {name}", tapped, by_callback, goal=0.2, **options)
+    by_callback = got.call(jax.jit(called_sum(got.one)), xs, events)
+    for size, goal in (100, 0.02), (1000, None):
+        buffered = got.call(lox.tap(jax.jit(logged_sum), got.block, buffer=size), xs, events)
+        yield compare(f"tap(buffer={size}), per event: debug.callback", buffered, by_callback, goal=goal, **options)
+    by_hand = blocking(jax.jit(threaded_sum), xs)
+    goal = 1.3 if jax.default_backend() == "gpu" else None
+    yield compare("tap(buffer=1000), per event: by hand", buffered, by_hand, goal=goal, **options)
+
+
+def tap_lanes() -> Iterator[Row]:
+    events, lanes = 2_000, 64
+    xs = jnp.arange(events, dtype=jnp.float32)
+    many = xs + jnp.arange(lanes, dtype=jnp.float32)[:, None]
+    got = Received()
+    options = {"unit": "us", "count": events}
+    for name, callback, choice in ("tap", got.one, {}), ("tap(buffer=100)", got.block, {"buffer": 100}):
+        one = got.call(jax.jit(lox.tap(logged_sum, callback, **choice)), xs, events)
+        all_lanes = got.call(jax.jit(lox.tap(jax.vmap(logged_sum), callback, **choice)), many, events)
+        yield compare(f"{name}, 64 lanes: one lane", all_lanes, one, goal=2.0, **options)
+
+
+def watch() -> Iterator[Row]:
+    key = jax.random.key(0)
+    args = training.init(key), training.data(key)
+    watched, plain = jax.jit(lox.nolog(lox.watch(training.logged))), jax.jit(training.plain)
+    yield compare("watch, run: plain", blocking(watched, *args), blocking(plain, *args))
 
 
 CASES = {
@@ -173,5 +283,8 @@ CASES = {
     "lower": trace_and_lower,
     "nolog": nolog,
     "dispatch": dispatch,
+    "reduce": reductions,
     "tap": tap,
+    "lanes": tap_lanes,
+    "watch": watch,
 }

@@ -10,12 +10,12 @@ from cases import CASES
 from timing import SCALES, Row
 
 HEADER = ("", "lox", "reference", "", "ratio", "goal", "ok")
-FORMAT = "{:<40} {:>9} {:>9} {:<5} {:>6} {:>7} {:>4}"
+FORMAT = "{:<44} {:>9} {:>9} {:<5} {:>6} {:>7} {:>4}"
 
 
 def line(row: Row) -> str:
     digits = 2 if row.unit in SCALES else 0
-    goal = "equal" if row.equal is not None else f"<= {row.goal}" if row.goal else ""
+    goal = "equal" if row.equal is not None else f"<= {row.goal:.2g}" if row.goal else ""
     return FORMAT.format(
         row.name,
         f"{row.lox:.{digits}f}",

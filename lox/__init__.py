@@ -30,6 +30,7 @@ from lox._errors import LogTypeError as LogTypeError
 from lox._errors import LoxError as LoxError
 from lox._errors import LoxWarning as LoxWarning
 from lox._errors import MismatchError as MismatchError
+from lox._errors import NonFiniteError as NonFiniteError
 from lox._errors import OptionError as OptionError
 from lox._errors import SpoolError as SpoolError
 from lox._errors import StepError as StepError
@@ -41,9 +42,11 @@ from lox._nolog import nolog as nolog
 from lox._primitive import log as log
 from lox._progress import progress as progress
 from lox._reduce import Reduction as Reduction
+from lox._scope import scope as scope
 from lox._sink import config as config
 from lox._spool import spool as spool
 from lox._tap import tap as tap
+from lox._watch import watch as watch
 from lox.loggers import Logger as Logger
 
 _batching.install()

@@ -107,7 +107,7 @@ class Record(Handler):
         """Keep it for later."""
         if run.unbounded:
             raise _Unbounded
-        run.pieces.append([Slot(*event.to_operands())])
+        run.pieces.append([Slot(*event.in_scope().to_operands())])
 
     def gather(self, pieces: list[Any]) -> list[Any]:
         """One list."""
@@ -212,7 +212,7 @@ def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params:
         return rule(args, dims, branches=branches)
     types = _compat.in_avals(branches[0])
     try:
-        entries = [Transformed(Record(), branch, (), False) for branch in branches]
+        entries = [Transformed(Record(), branch, (), False, "") for branch in branches]
     except _Unbounded:
         return rule((args[0], *args), (dims[0], *dims), branches=_masked_branches(branches, types))
     fits = _align([e.piece for e in entries]) or [lambda slots: slots] * len(entries)

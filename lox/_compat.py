@@ -182,6 +182,15 @@ def _jaxprs_in_treedef(treedef: Any) -> list[Any]:
     return found
 
 
+def executed_jaxprs(primitive: Any, params: dict[str, Any]) -> list[Any]:
+    """Those among an equation's jaxprs that running it runs: the others are there to be differentiated."""
+    if primitive.name in _CUSTOM_CALLS:
+        return [params["call_jaxpr"]]
+    if primitive.name == "custom_linear_solve":
+        return [params["jaxprs"].solve]
+    return sub_jaxprs(params)
+
+
 def is_symbolic_zero(x: Any) -> bool:
     """Whether a tangent or cotangent is known to be zero."""
     return isinstance(x, jax.custom_derivatives.SymbolicZero)
@@ -318,6 +327,20 @@ def equation_context(eqn: Any) -> Any:
     stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
+
+
+SCOPE = "lox:"  # marks those of JAX's named scopes that `lox.scope` has opened
+
+
+def scope_names(name_stack: Any) -> list[str]:
+    """The names of lox's scopes in a name stack, outermost first."""
+    names = [getattr(entry, "name", "") for entry in name_stack.stack]
+    return [name.removeprefix(SCOPE) for name in names if name.startswith(SCOPE)]
+
+
+def open_scopes() -> list[str]:
+    """The names of lox's scopes that are open right now; tracing the body of a primitive starts with none."""
+    return scope_names(source_info_util.current_name_stack())
 
 
 # --- types of values -----------------------------------------------------------------------------

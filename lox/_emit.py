@@ -6,8 +6,10 @@ effects do not: they fail under vmap, grad and on several devices.) All lanes of
 """
 
 import dataclasses
+import functools
+import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -17,7 +19,9 @@ from jax.interpreters import ad, batching, mlir
 
 from lox import _arrays, _compat
 from lox._event import Event, Meta
+from lox._lanes import Laned, map_laned
 from lox._logdict import Layout, logdict
+from lox._series import Series
 
 Deliver = Callable[[logdict, bool], None]  # the second argument: whether events come in order
 
@@ -30,33 +34,101 @@ def new_token() -> Any:
     return jnp.zeros((), jnp.int32)
 
 
-def emit(deliver: Deliver, event: Event, token: Any = None) -> Any:
-    """Hand an event to `deliver` on the host; returns the token for the next one."""
+def emit(deliver: Deliver, event: Event, token: Any = None, conditional: bool = False) -> Any:
+    """Hand an event to `deliver` on the host; returns the token for the next one.
+
+    With `conditional` the event's mask is looked at on the device, and the host is called only if it happened.
+    """
     operands, meta = event.replace(weight=None).to_operands()
+    return _bind(deliver, OneEvent(meta), operands, token, conditional)
+
+
+def emit_block(deliver: Deliver, series: Iterable[Series], token: Any, conditional: bool = False) -> Any:
+    """The same for several events of each key, which come with an event axis."""
+    leaves, treedef = jax.tree.flatten([x.expanded() for x in series])
+    return _bind(deliver, Block(treedef), leaves, token, conditional)
+
+
+def _bind(deliver: Deliver, packet: Any, operands: list[Any], token: Any, conditional: bool) -> Any:
     operands = [jax.random.key_data(x) if _arrays.is_prng_key(x.dtype) else x for x in operands]
     token = new_token() if token is None else token
-    return emit_p.bind(token, *operands, deliver=deliver, meta=meta)[0]
+    return emit_p.bind(token, *operands, deliver=deliver, packet=packet, conditional=conditional)[0]
 
 
 @emit_p.def_effectful_abstract_eval
-def _abstract_eval(token: Any, *avals: Any, deliver: Deliver, meta: Meta) -> Any:
-    del avals, deliver, meta
+def _abstract_eval(token: Any, *avals: Any, deliver: Deliver, packet: Any, conditional: bool) -> Any:
+    del avals, deliver, packet, conditional
     return [token], {_compat.emit_effect}
 
 
-# One event at a time, as a callback expects: several devices may call at once.
-_delivering = threading.RLock()
+# --- what travels --------------------------------------------------------------------------------
 
 
-class HostCall:
-    """Turns the operands of one `emit_p` into a logdict and delivers it.
+@dataclasses.dataclass(frozen=True)
+class OneEvent:
+    """One event: the operands are those of `log_p`."""
+
+    meta: Meta
+
+    def batched(self, operands: list[Any], dims: list[Any]) -> tuple[list[Any], "OneEvent"]:
+        """The same with one more lane, outermost."""
+        moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+        flags = tuple((d is not None, *f) for d, f in zip(dims, self.meta.flags, strict=True))
+        return moved, OneEvent(dataclasses.replace(self.meta, flags=flags))
+
+    def happened(self, operands: list[Any]) -> Any:
+        """Whether it happened in any lane."""
+        return jnp.any(operands[-1]) if self.meta.masked else jnp.ones((), bool)
+
+    def reader(self, ndims: list[int]) -> Callable[..., logdict | None]:
+        """What makes logs of the arrays, on the host."""
+        return EventReader(self.meta, ndims)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Several events of each key: the operands are the leaves of a list of series."""
+
+    treedef: Any
+
+    def batched(self, operands: list[Any], dims: list[Any]) -> tuple[list[Any], "Block"]:
+        """The same with one more lane, outermost but for the event axis."""
+        moved = [x if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(operands, dims, strict=True)]
+        mapped = iter([d is not None for d in dims])
+        series = map_laned(lambda x, _: Laned(x.tree, (next(mapped), *x.flags)), self._series(moved))
+        leaves, treedef = jax.tree.flatten(series)
+        return leaves, Block(treedef)
+
+    def happened(self, operands: list[Any]) -> Any:
+        """Whether any of them happened in any lane."""
+        masks = [s.valid for s in self._series(operands)]
+        return functools.reduce(operator.or_, [jnp.ones((), bool) if m is None else jnp.any(m.tree) for m in masks])
+
+    def reader(self, ndims: list[int]) -> Callable[..., logdict | None]:
+        """What makes logs of the arrays, on the host."""
+        del ndims
+        return self._read
+
+    def _read(self, *operands: Any) -> logdict | None:
+        logs = logdict.from_series(self._series([np.array(x) for x in operands]))
+        if logs.valid:
+            logs = logs.without_empty_slots()
+        empty = [k for k in logs if not jax.tree.leaves(logs[k])[0].shape[0]]
+        return logs.filter(lambda k: k not in empty) or None if empty else logs
+
+    def _series(self, operands: list[Any]) -> list[Series]:
+        return jax.tree.unflatten(self.treedef, operands)
+
+
+class EventReader:
+    """Turns the operands of one event into a logdict.
 
     What does not change from event to event is worked out once: a callback costs a few microseconds, and making an
     `Event` first would cost more than that.
     """
 
-    def __init__(self, deliver: Deliver, meta: Meta, ndims: list[int]):
-        self.deliver, self.meta = deliver, meta
+    def __init__(self, meta: Meta, ndims: list[int]):
+        self.meta = meta
         steps = meta.steps
         first_step = sum(t.num_leaves for t in meta.treedefs)
         self.step_index = {name: first_step + n for n, name in enumerate(steps)}
@@ -78,10 +150,10 @@ class HostCall:
             start = stop
         self.single = jax.tree.structure(0)
 
-    def __call__(self, token: Any, *operands: Any) -> tuple[Any]:
-        """Called by the runtime, whose buffers are reused after the call: what the callback gets, it may keep."""
+    def __call__(self, *operands: Any) -> logdict | None:
+        """The event, or None if it did not happen."""
         if self.meta.masked and not operands[-1].any():
-            return (token,)
+            return None
         arrays = [np.array(x) for x in operands]
         logs = logdict()
         for key, treedef, part in self.slices:
@@ -92,33 +164,58 @@ class HostCall:
         if self.lane_mask:
             logs.valid = dict.fromkeys(self.meta.keys, arrays[-1])
         logs._layouts = dict(self.layouts)
-        with _delivering:
-            self.deliver(logs, token >= 0)
+        return logs
+
+
+# --- the call ------------------------------------------------------------------------------------
+
+# One event at a time, as a callback expects: several devices may call at once.
+_delivering = threading.RLock()
+
+
+def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[..., tuple[Any]]:
+    read = packet.reader(ndims)
+
+    def call(token: Any, *operands: Any) -> tuple[Any]:
+        # The runtime reuses its buffers after the call: the reader has copied what the callback gets and may keep.
+        logs = read(*operands)
+        if logs is not None:
+            with _delivering:
+                deliver(logs, token >= 0)
         return (token,)
+
+    return call
 
 
 @emit_p.def_impl
-def _impl(token: Any, *operands: Any, deliver: Deliver, meta: Meta) -> list[Any]:
+def _impl(token: Any, *operands: Any, deliver: Deliver, packet: Any, conditional: bool) -> list[Any]:
+    del conditional
     arrays = [np.asarray(x) for x in operands]
-    HostCall(deliver, meta, [x.ndim for x in arrays])(token, *arrays)
+    _host_call(deliver, packet, [x.ndim for x in arrays])(token, *arrays)
     return [token]
 
 
-def _lower(ctx: Any, *operands: Any, deliver: Deliver, meta: Meta) -> Any:
-    call = HostCall(deliver, meta, [len(a.shape) for a in ctx.avals_in[1:]])
+def _lower(ctx: Any, *operands: Any, deliver: Deliver, packet: Any, conditional: bool) -> Any:
+    if conditional:
+        return mlir.lower_fun(_emit_if_happened, multiple_results=True)(ctx, *operands, deliver=deliver, packet=packet)
+    call = _host_call(deliver, packet, [len(a.shape) for a in ctx.avals_in[1:]])
     return _compat.lower_callback(ctx, call, *operands)
+
+
+def _emit_if_happened(token: Any, *operands: Any, **params: Any) -> list[Any]:
+    # Only here, where nothing can batch it any more: vmap would make a select of the cond, and the call unconditional.
+    emit = lambda token: emit_p.bind(token, *operands, conditional=False, **params)  # noqa: E731
+    return jax.lax.cond(params["packet"].happened(list(operands)), emit, lambda token: [token], token)
 
 
 mlir.register_lowering(emit_p, _lower)
 
 
-def _batch(axis_data: Any, operands: Any, dims: Any, *, deliver: Deliver, meta: Meta) -> Any:
+def _batch(axis_data: Any, operands: Any, dims: Any, *, packet: Any, **params: Any) -> Any:
     del axis_data
     token = operands[0] if dims[0] is None else jnp.max(operands[0], dims[0])
-    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands[1:], dims[1:], strict=True)]
-    flags = tuple((d is not None, *f) for d, f in zip(dims[1:], meta.flags, strict=True))
-    meta = dataclasses.replace(meta, flags=flags)
-    return emit_p.bind(token, *moved, deliver=deliver, meta=meta), [None]
+    moved, packet = packet.batched(list(operands[1:]), list(dims[1:]))
+    return emit_p.bind(token, *moved, packet=packet, **params), [None]
 
 
 batching.fancy_primitive_batchers[emit_p] = _batch

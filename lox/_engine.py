@@ -10,10 +10,12 @@ enters every block and comes out changed, in the carry of loops (reductions, buf
 `Run.pieces` is what a block has collected: it only comes out, stacked by loops (the events that `spool` returns).
 """
 
+import dataclasses
 import functools
+import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import jax
 
@@ -22,12 +24,24 @@ from lox._event import Event, Meta
 from lox._primitive import bind, log_p
 
 
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """How many events of one key there will be, as far as can be told without running anything."""
+
+    count: float = 0  # at most; infinite if unknown
+    exact: bool = True  # exactly so many, and in every lane
+    looped: bool = False  # some of them in a loop
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(self.count + other.count, self.exact and other.exact, self.looped or other.looped)
+
+
 class Handler:
     """Decides what becomes of events. Immutable and hashable: handlers are keys of caches."""
 
-    def wants(self, meta: Meta) -> bool:
+    def wants(self, meta: Meta, path: str) -> bool:
         """Whether anything can become of an event; if not, what is computed only for it is not computed at all."""
-        del meta
+        del meta, path
         return True
 
     def initial_state(self) -> Any:
@@ -57,6 +71,23 @@ class Handler:
         """Give `run.state` the type `struct`, which the body of a loop leaves behind."""
         raise NotImplementedError
 
+    def before(self, run: "Run", find: Callable[[], dict[str, Tally]]) -> None:
+        """Called at the outermost level before anything with logs is run; `find()` tells which."""
+        del run, find
+
+    def after(self, run: "Run") -> None:
+        """Called when it has been run."""
+        del run
+
+    def counts(self, meta: Meta, path: str) -> list[str]:
+        """The keys of a log that a tally shall count."""
+        raise NotImplementedError
+
+    def split(self, run: "Run", jaxprs: Iterable[Any]) -> "Blocks | None":
+        """How to split a loop whose iterations run these jaxprs; None if it stays as it is."""
+        del run, jaxprs
+        return None
+
     @property
     def in_place(self) -> bool:
         """Whether events never change the arguments or results of a block, so that primitives stay as they are."""
@@ -75,6 +106,23 @@ class Handler:
         return self
 
 
+class Blocks(Protocol):
+    """A loop split into blocks of iterations, after each of which the handler does something."""
+
+    @property
+    def iterations(self) -> int:
+        """How many iterations a block has."""
+        ...
+
+    def run(self, run: "Run", bounded: bool, execute: Callable[["Run"], Any], room_for: int | None = None) -> Any:
+        """Run one block, `execute(run)`, then `flush`; if it is not `bounded`, it may have fewer iterations."""
+        ...
+
+    def flush(self, run: "Run", room_for: int | None = None) -> None:
+        """Between blocks: let go of everything held, or of what leaves no room for that many iterations."""
+        ...
+
+
 class Grown(Exception):
     """Control flow: a block left the state with another type than it found, and must be traced again."""
 
@@ -88,16 +136,28 @@ class Run:
 
     `keys` has them in order of first appearance, and whether an event is certain to happen.
     `unbounded` says that the block repeats an unknown number of times, so that nothing can be stacked.
+    `path` is that of the scopes around the block, and `inside` that of the scopes around the equation under way.
     """
 
-    def __init__(self, handler: Handler, state: Any, unbounded: bool = False):
-        self.handler, self.state, self.unbounded = handler, state, unbounded
+    def __init__(self, handler: Handler, state: Any, unbounded: bool = False, path: str = ""):
+        self.handler, self.state, self.unbounded, self.path = handler, state, unbounded, path
         self.pieces: list[Any] = []
         self.keys: dict[str, bool] = {}
+        self.notes: dict[str, Any] = {}  # what the handler remembers of each key at the outermost level
+        self.inside = path
+        self._scopes = len(_compat.open_scopes())
+
+    def here(self) -> str:
+        """The path of the scopes that are open now."""
+        return self.path + "".join(f"{name}/" for name in _compat.open_scopes()[self._scopes :])
 
     def block(self, state: Any, unbounded: bool = False) -> "Run":
         """A run for a block inside this one."""
-        return Run(self.handler, state, self.unbounded or unbounded)
+        return Run(self.handler, state, self.unbounded or unbounded, self.inside)
+
+    def take(self, meta: Meta, operands: Any) -> None:
+        """Hand an event to the handler."""
+        self.handler.event(self, Event.from_operands(meta, operands, self.here()))
 
     def piece(self) -> Any:
         """Everything collected so far."""
@@ -157,16 +217,18 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         with _compat.set_current_trace(self.parent):
             if primitive is log_p:
-                self.run.handler.event(self.run, Event.from_operands(params["meta"], tracers))
+                self.run.take(params["meta"], tracers)
                 return []
-            if self.parent is _compat.eval_trace:
-                # Nothing outside differentiates, so derivative rules are of no concern.
-                if not _compat.eqn_has_logs(primitive, params):
-                    return primitive.bind(*tracers, **params)
-                return run_compiled(self.run, primitive, params, tracers)
-            if not _compat.eqn_concerns(primitive, params):
+            # If nothing outside differentiates, derivative rules are of no concern.
+            evaluating = self.parent is _compat.eval_trace
+            concerns = _compat.eqn_has_logs if evaluating else _compat.eqn_concerns
+            if not concerns(primitive, params):
                 return primitive.bind(*tracers, **params)
-            return apply_rule(self.run, primitive, params, tracers)
+            run, handler = self.run, self.run.handler
+            handler.before(run, lambda: tally_of(primitive, params, run.here(), handler.counts))
+            outs = (run_compiled if evaluating else apply_rule)(run, primitive, params, tracers)
+            handler.after(run)
+            return outs
 
     # Primitives that carry Python functions. They are traced first, so that only jaxprs need rules.
 
@@ -184,12 +246,16 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
             return flat
 
         with _compat.set_current_trace(self.parent):
+            self.run.inside = self.run.here()
             types = types_of(list(tracers))
             jaxpr = _compat.make_jaxpr(stage, types)
+            run, handler = self.run, self.run.handler
+            handler.before(run, lambda: tally(jaxpr, run.inside, handler.counts))
             if self.parent is _compat.eval_trace and _compat.has_logs(jaxpr):
-                outs = self.run.settle(lambda state: _run_jitted(self.run, lambda: jaxpr, state, tracers, {}))
+                outs = run.settle(lambda state: _run_jitted(run, lambda: jaxpr, state, tracers, {}))
             else:
-                outs = interpret(self.run, jaxpr, tracers)
+                outs = interpret(run, jaxpr, tracers)
+            handler.after(run)
         if len(functions) > 1:
             _compat.forget_trees(functions[0], functions[1])
         return box[0](outs)
@@ -257,10 +323,10 @@ def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], k
 
 
 def run_function(
-    handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], state: Any = None
 ) -> tuple[Any, Run]:
-    """Call `fun`, its logs handed to `handler`."""
-    run = Run(handler, handler.initial_state())
+    """Call `fun`, its logs handed to `handler`, which begins with its initial state if no other is given."""
+    run = Run(handler, handler.initial_state() if state is None else state)
     with _compat.take_current_trace() as parent, _compat.set_current_trace(LogTrace(parent, run)):
         out = fun(*args, **kwargs)
     return out, run
@@ -297,7 +363,7 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         return _compat.literal_value(var) if isinstance(var, _compat.Literal) else env[var]
 
     pending: list[Any] = []
-    for eqn in _live_equations(run.handler, opened):
+    for eqn in _live_equations(run.handler, opened, run.here()):
         if eqn.primitive is not log_p and not _compat.eqn_concerns(eqn.primitive, eqn.params):
             pending.append(eqn)
             continue
@@ -307,9 +373,10 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         values = [read(v) for v in eqn.invars]
         with _compat.equation_context(eqn):
             if eqn.primitive is log_p:
-                run.handler.event(run, Event.from_operands(eqn.params["meta"], values))
+                run.take(eqn.params["meta"], values)
                 continue
             if _compat.is_custom_call(eqn.primitive):
+                run.inside = run.here()
                 outs = _rules().custom_call(run, jaxpr, eqn, values)
             else:
                 outs = apply_rule(run, eqn.primitive, eqn.params, values)
@@ -319,33 +386,40 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return [read(v) for v in opened.outvars]
 
 
-def _live_equations(handler: Handler, jaxpr: Any) -> list[Any]:
+def _live_equations(handler: Handler, jaxpr: Any, path: str) -> list[Any]:
     """The equations that the results, or an event that the handler wants, depend on."""
     needed = {v for v in jaxpr.outvars if isinstance(v, _compat.Var)}
     live = []
     for eqn in reversed(jaxpr.eqns):
-        if needed.isdisjoint(eqn.outvars) and not _has_use(handler, eqn):
+        if needed.isdisjoint(eqn.outvars) and not _has_use(handler, eqn, path):
             continue
         needed.update(v for v in eqn.invars if isinstance(v, _compat.Var))
         live.append(eqn)
     return live[::-1]
 
 
-def _has_use(handler: Handler, eqn: Any) -> bool:
+def _has_use(handler: Handler, eqn: Any, path: str) -> bool:
     """Whether an equation matters though nothing needs its results."""
+    path = path_of(eqn, path)
     if eqn.primitive is log_p:
-        return handler.wants(eqn.params["meta"])
+        return handler.wants(eqn.params["meta"], path)
     if any(effect is not _compat.log_effect for effect in eqn.effects):
         return True
-    return any(_wants_any(handler, jaxpr) for jaxpr in _compat.sub_jaxprs(eqn.params))
+    return any(_wants_any(handler, jaxpr, path) for jaxpr in _compat.sub_jaxprs(eqn.params))
 
 
-def _wants_any(handler: Handler, jaxpr: Any) -> bool:
-    return _compat.has_logs(jaxpr) and any(_has_use(handler, eqn) for eqn in _compat.split_jaxpr(jaxpr)[0].eqns)
+def path_of(eqn: Any, path: str) -> str:
+    """The path of the scopes around an equation, whose jaxpr has `path` around it."""
+    return path + "".join(f"{name}/" for name in _compat.scope_names(eqn.source_info.name_stack))
+
+
+def _wants_any(handler: Handler, jaxpr: Any, path: str) -> bool:
+    return _compat.has_logs(jaxpr) and any(_has_use(handler, eqn, path) for eqn in _compat.split_jaxpr(jaxpr)[0].eqns)
 
 
 def apply_rule(run: Run, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """Rebuild one primitive that contains logs."""
+    run.inside = run.here()
     rule = _rules().RULES.get(primitive.name)
     if rule is None:
         if not _compat.eqn_has_logs(primitive, params):  # but derivative rules, which there is no way to reach
@@ -373,26 +447,52 @@ def first_log(params: dict[str, Any]) -> tuple[list[str], str]:
     return [], "an unknown line"
 
 
-def logged_keys(jaxpr: Any) -> set[str]:
-    """The keys that a jaxpr logs."""
-    keys: set[str] = set()
-    for eqn in _compat.split_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive is log_p:
-            keys.update(eqn.params["meta"].keys)
-        else:
-            for sub in _compat.sub_jaxprs(eqn.params):
-                keys |= logged_keys(sub)
-    return keys
-
-
 def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:
     """The same jaxprs without their logs, if the trace around is about to drop every one of them."""
     trace = _compat.current_trace()
     if isinstance(trace, LogTrace) and trace.run.handler.in_place:
         handler = trace.run.handler
-        if not any(_wants_any(handler, jaxpr) for jaxpr in jaxprs):
-            return [transformed(Run(handler, ()), jaxpr, ()).jaxpr for jaxpr in jaxprs]
+        path = trace.run.here()
+        if not any(_wants_any(handler, jaxpr, path) for jaxpr in jaxprs):
+            return [transformed(Run(handler, (), path=path), jaxpr, ()).jaxpr for jaxpr in jaxprs]
     return jaxprs
+
+
+def tally(jaxpr: Any, path: str, select: Callable[[Meta, str], Iterable[str]]) -> dict[str, Tally]:
+    """What a jaxpr logs, by key; `path` is around it, and `select` gives the keys of a log that count."""
+    total: dict[str, Tally] = {}
+    if _compat.has_logs(jaxpr):
+        for eqn in _compat.split_jaxpr(jaxpr)[0].eqns:
+            for key, found in tally_of(eqn.primitive, eqn.params, path_of(eqn, path), select).items():
+                total[key] = total.get(key, Tally()) + found
+    return total
+
+
+def tally_of(
+    primitive: Any, params: dict[str, Any], path: str, select: Callable[[Meta, str], Iterable[str]]
+) -> dict[str, Tally]:
+    """What one equation logs, by key."""
+    if primitive is log_p:
+        return dict.fromkeys(select(params["meta"], path), Tally(1, not params["meta"].masked))
+    jaxprs = [j for j in _compat.executed_jaxprs(primitive, params) if _compat.has_logs(j)]
+    if not jaxprs:
+        return {}
+    inside = [tally(j, path, select) for j in jaxprs]
+    keys = list(dict.fromkeys(k for found in inside for k in found))
+    if primitive.name == "scan":
+        n = params["length"]
+        return {k: Tally(t.count * n if n else 0, t.exact, True) for k, t in inside[0].items()}
+    if primitive.name == "cond":
+        alike = len(jaxprs) == len(params["branches"])
+        merged = {}
+        for key in keys:
+            found = [t.get(key, Tally()) for t in inside]
+            exact = alike and all(t.exact and t.count == found[0].count for t in found)
+            merged[key] = Tally(max(t.count for t in found), exact, any(t.looped for t in found))
+        return merged
+    if len(jaxprs) == 1 and primitive.name in _rules().RUN_ONCE:
+        return inside[0]
+    return dict.fromkeys(keys, Tally(math.inf, False, True))
 
 
 class Transformed:
@@ -402,12 +502,12 @@ class Transformed:
     struct: Any
     piece: Any
 
-    def __init__(self, handler: Handler, jaxpr: Any, state: Any, unbounded: bool):
+    def __init__(self, handler: Handler, jaxpr: Any, state: Any, unbounded: bool, path: str):
         leaves, state_tree = jax.tree.flatten(state)
         self.outs = len(_compat.out_avals(jaxpr))
 
         def flat(*args: Any) -> list[Any]:
-            run = Run(handler, jax.tree.unflatten(state_tree, args[: len(leaves)]), unbounded)
+            run = Run(handler, jax.tree.unflatten(state_tree, args[: len(leaves)]), unbounded, path)
             outs = interpret(run, jaxpr, args[len(leaves) :])
             state_out, piece = jax.tree.leaves(run.state), run.piece()
             self.keys = run.keys
@@ -438,9 +538,9 @@ _transformed: Any = weakref.WeakKeyDictionary()
 def transformed(run: Run, jaxpr: Any, state: Any) -> Transformed:
     """The transformed jaxpr, made once: XLA recognises a program by the identity of its jaxpr."""
     cache = _transformed.setdefault(jaxpr, {})
-    key = (run.handler, run.unbounded, _signature(state))
+    key = (run.handler, run.unbounded, run.inside, _signature(state))
     if key not in cache:
-        cache[key] = Transformed(run.handler, jaxpr, state, run.unbounded)
+        cache[key] = Transformed(run.handler, jaxpr, state, run.unbounded, run.inside)
     found = cache[key]
     if found.grown:
         raise Grown(run, found.struct)
@@ -454,6 +554,7 @@ def run_compiled(run: Run, primitive: Any, params: dict[str, Any], args: Sequenc
     """Rebuild and run a primitive at once, such that the next time nothing is traced or compiled again."""
     if primitive.name == "jit":
         return apply_rule(run, primitive, params, args)  # compiles by itself, with its own options
+    run.inside = run.here()
     anchor, *others = _compat.sub_jaxprs(params)
     # The key must not keep the anchor alive, hence identities.
     identity = tuple((name, _identity(value)) for name, value in sorted(params.items()))
@@ -472,9 +573,9 @@ def _run_jitted(
     run: Run, jaxpr: Callable[[], Any], state: Any, args: Sequence[Any], cache: dict[Any, Any]
 ) -> list[Any]:
     """Run a jaxpr at once, transformed and compiled."""
-    key = (run.handler, run.unbounded, _signature(state))
+    key = (run.handler, run.unbounded, run.inside, _signature(state))
     if key not in cache:
-        rebuilt = Transformed(run.handler, jaxpr(), state, run.unbounded)
+        rebuilt = Transformed(run.handler, jaxpr(), state, run.unbounded, run.inside)
         cache[key] = rebuilt, jax.jit(_compat.jaxpr_as_fun(rebuilt.jaxpr))
     rebuilt, compiled = cache[key]
     if rebuilt.grown:
@@ -517,7 +618,7 @@ class RuleTrace(LogTrace):
 class Drop(Handler):
     """Removes every log."""
 
-    def wants(self, meta: Meta) -> bool:
+    def wants(self, meta: Meta, path: str) -> bool:
         """None at all."""
         return False
 
@@ -539,7 +640,7 @@ class Drop(Handler):
 class MarkSeen(Drop):
     """Lets every log flow on, but no longer to the default sink."""
 
-    def wants(self, meta: Meta) -> bool:
+    def wants(self, meta: Meta, path: str) -> bool:
         """All of them."""
         return True
 

@@ -7,6 +7,7 @@
   * LogTypeError     something that cannot be logged (also a TypeError)
   * OptionError      an option that does not exist or makes no sense (also a ValueError)
   * StepError        a step that was never logged (also an AttributeError)
+  * NonFiniteError   a logged value that is NaN or infinite, found by `watch` (also a FloatingPointError)
 
 LoxWarning, a UserWarning, reports what is not wrong but should be known: events dropped for want of capacity.
 
@@ -14,6 +15,9 @@ Messages say which key, where it was logged, why it cannot be and what to do ins
 """
 
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 
 
 class LoxError(Exception):
@@ -42,6 +46,37 @@ class OptionError(LoxError, ValueError):
 
 class StepError(LoxError, AttributeError):
     """A step that was never logged."""
+
+
+class NonFiniteError(LoxError, FloatingPointError):
+    """A logged value that is NaN or infinite.
+
+    Attributes:
+        key: What it is called.
+        path: Which array of it, if the value is a pytree.
+        value: The array.
+        steps: The steps it was logged with.
+        lane: The index in each vmap around it, outermost first; empty if there is none.
+        site: The line that logged it.
+    """
+
+    def __init__(self, key: str, path: str, value: Any, steps: dict[str, Any], lane: tuple[int, ...], site: str):
+        super().__init__(key, path, value, steps, lane, site)
+        self.key, self.path, self.value, self.steps, self.lane, self.site = key, path, value, steps, lane, site
+
+    def __str__(self) -> str:
+        wide = np.asarray(self.value).astype(np.complex128)
+        nan, infinite = np.isnan(wide), np.isinf(wide)
+        if wide.shape:
+            first = np.argwhere(nan | infinite)[0].tolist()
+            parts = [f"{count.sum()} {name}" for count, name in ((nan, "NaN"), (infinite, "infinite")) if count.any()]
+            what = f"has {' and '.join(parts)} of {wide.size} values, the first at {first}"
+        else:
+            what = "is NaN" if nan else f"is {self.value}"
+        steps = "".join(f" at {name}={step}" for name, step in self.steps.items())
+        lane = self.lane[0] if len(self.lane) == 1 else self.lane
+        lanes = f" in lane {lane}" if self.lane else ""
+        return f"{self.key!r}{self.path} {what}{steps}{lanes}.\n  logged at {self.site}"
 
 
 class LoxWarning(UserWarning):

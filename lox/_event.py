@@ -47,9 +47,10 @@ class Event:
     explicit: bool
     seen: bool
     site: str
+    path: str = ""  # of the scopes around it
 
     @classmethod
-    def from_operands(cls, meta: Meta, operands: Iterable[Any]) -> "Event":
+    def from_operands(cls, meta: Meta, operands: Iterable[Any], path: str = "") -> "Event":
         """Sort the operands of `log_p`."""
         rest = iter([Laned(x, f) for x, f in zip(operands, meta.flags, strict=True)])
         return cls(
@@ -65,6 +66,7 @@ class Event:
             explicit=meta.explicit,
             seen=meta.seen,
             site=meta.site,
+            path=path,
         )
 
     @classmethod
@@ -119,6 +121,13 @@ class Event:
         return self.replace(
             values=renamed(self.values), treedefs=renamed(self.treedefs), reductions=renamed(self.reductions)
         )
+
+    def in_scope(self) -> "Event":
+        """The same event under the names that users see: those of the scopes around it included.
+
+        What is bound again where it was must not have them, since the scopes are still around it.
+        """
+        return self.prefixed(self.path).replace(path="")
 
     def series(self, key: str) -> Series:
         """What the event contributes to one of its keys."""

@@ -367,6 +367,14 @@ class logdict(dict[str, Any]):
             )
         return new
 
+    def event_counts(self) -> dict[str, int]:
+        """How many slots for events each key has; a key without an event axis has one."""
+        counts = {}
+        for key in self:
+            axis = self._outer(key)
+            counts[key] = jax.tree.leaves(self[key])[0].shape[axis] if self._layout(key).events else 1
+        return counts
+
     def compact(self) -> "logdict":
         """Without the slots in which nothing happened. Needs concrete arrays; does nothing if nothing is ragged.
 

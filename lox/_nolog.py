@@ -19,20 +19,20 @@ class Remove(_engine.Drop):
     selection: Selection
     inverted: bool
 
-    def staying(self, event: Any) -> list[str]:
+    def staying(self, event: Any, path: str) -> list[str]:
         """The keys that are not removed."""
         # A log marked `explicit` is removed by a plain `nolog` too: the question is what to remove, not what to show.
-        chosen = self.selection.keys(dataclasses.replace(event, explicit=False))
+        chosen = self.selection.keys(dataclasses.replace(event, explicit=False), path)
         keys = event.values if isinstance(event, Event) else event.keys
-        return [k for k in keys if (k in chosen) == self.inverted]
+        return [k for k in keys if (path + k in chosen) == self.inverted]
 
-    def wants(self, meta: Meta) -> bool:
+    def wants(self, meta: Meta, path: str) -> bool:
         """Those that stay."""
-        return bool(self.staying(meta))
+        return bool(self.staying(meta, path))
 
     def event(self, run: Run, event: Event) -> None:
         """Bind again what stays."""
-        staying = self.staying(event)
+        staying = self.staying(event, event.path)
         if staying:
             bind(event.only(staying))
 

@@ -39,17 +39,29 @@ def _abstract_eval(*avals: Any, meta: Meta) -> Any:
 @log_p.def_impl
 def _impl(*operands: Any, meta: Meta) -> list[Any]:
     if not (meta.seen or meta.explicit):
-        _emit.emit(_sink.deliver, Event.from_operands(meta, operands))
+        _to_sink(meta, operands, _compat.open_scopes())
     return []
 
 
-def _lower(*operands: Any, meta: Meta) -> list[Any]:
-    if not (meta.seen or meta.explicit or _sink.is_compiled_out()):
-        _emit.emit(_sink.deliver, Event.from_operands(meta, operands))
-    return []
+def _to_sink(meta: Meta, operands: Any, scopes: list[str]) -> None:
+    path = "".join(f"{name}/" for name in scopes)
+    _emit.emit(_sink.deliver, Event.from_operands(meta, operands, path).in_scope())
 
 
-mlir.register_lowering(log_p, mlir.lower_fun(_lower, multiple_results=True))
+def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
+    if meta.seen or meta.explicit or _sink.is_compiled_out():
+        return []
+    scopes = _compat.scope_names(ctx.name_stack)
+
+    def to_sink(*operands: Any) -> list[Any]:
+        _to_sink(meta, operands, scopes)
+        return []
+
+    return mlir.lower_fun(to_sink, multiple_results=True)(ctx, *operands)
+
+
+# JAX lowers alike equations once, and then does not say where they come from.
+mlir.register_lowering(log_p, _lower, cacheable=False)
 
 
 def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:

@@ -26,8 +26,8 @@ from lox._engine import (
     Run,
     Transformed,
     interpret,
-    logged_keys,
     run_function,
+    tally,
     transformed,
     types_of,
 )
@@ -82,6 +82,51 @@ def _scan(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
     n_consts, n_carry = _compat.scan_split(params)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     options, jaxpr = _compat.scan_options(params), params["jaxpr"]
+    length = options["length"]
+
+    def iterate(run: Run, init: list[Any], xs: list[Any], length: int) -> list[Any]:
+        def step(inner: Run, c: list[Any], x: list[Any]) -> list[Any]:
+            return interpret(inner, jaxpr, [*consts, *c, *x])
+
+        return _loop(run, step, init, xs, {**options, "length": length})
+
+    blocks = run.handler.split(run, [jaxpr])
+    if blocks is None:
+        return iterate(run, init, xs, length)
+
+    def block(run: Run, init: list[Any], xs: list[Any], length: int, room_for: int | None = None) -> list[Any]:
+        return blocks.run(run, True, lambda inner: iterate(inner, init, xs, length), room_for)
+
+    def part(run: Run, init: list[Any], xs: list[Any], length: int) -> list[Any]:
+        """So few iterations that all their events fit."""
+        blocks.flush(run, room_for=length)
+        return block(run, init, xs, length, room_for=0)
+
+    count, rest = divmod(length, blocks.iterations)
+    if not count or length == blocks.iterations:
+        return part(run, init, xs, length)
+    blocks.flush(run)
+
+    def step(inner: Run, c: list[Any], x: list[Any]) -> list[Any]:
+        return block(inner, c, x, blocks.iterations)
+
+    # What is left over comes last; that is the beginning if the loop runs backwards.
+    cut = rest if options["reverse"] else length - rest
+    parts = [[x[:cut] for x in xs], [x[cut:] for x in xs]]
+    main, left = parts[::-1] if options["reverse"] else parts
+    main = [x.reshape(count, blocks.iterations, *x.shape[1:]) for x in main]
+    outs = _loop(run, step, init, main, {**options, "length": count, "unroll": 1})
+    carry, ys = outs[:n_carry], [y.reshape(length - rest, *y.shape[2:]) for y in outs[n_carry:]]
+    if rest:
+        outs = part(run, carry, left, rest)
+        carry, halves = outs[:n_carry], zip(ys, outs[n_carry:], strict=True)
+        ys = [jnp.concatenate(pair[::-1] if options["reverse"] else pair) for pair in halves]
+    return [*carry, *ys]
+
+
+def _loop(run: Run, step: Callable[..., list[Any]], init: list[Any], xs: list[Any], options: Any) -> list[Any]:
+    """`lax.scan` of `step(run, carry, x)`."""
+    n_carry = len(init)
 
     def attempt(state: Any) -> list[Any]:
         keys: dict[str, bool] = {}
@@ -89,7 +134,7 @@ def _scan(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
         def body(carry: Any, x: Any) -> Any:
             state, c = carry
             inner = run.block(state)
-            outs = interpret(inner, jaxpr, [*consts, *c, *x])
+            outs = step(inner, c, x)
             run.require_type(inner, state)
             keys.update(inner.keys)
             return (inner.state, outs[:n_carry]), (outs[n_carry:], inner.piece())
@@ -107,54 +152,63 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
     cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
-    evaluate = _compat.jaxpr_as_fun(cond_jaxpr)
+    decision = _compat.out_avals(cond_jaxpr)[0]
     cond_logs = _compat.has_logs(cond_jaxpr) and not run.handler.in_place
     # A loop whose condition is batched goes on while any lane does; the others keep their values. That the events of
     # finished lanes are masked has been seen to in `_batching.py`, which leaves no log in such a condition.
-    batched = bool(_compat.out_avals(cond_jaxpr)[0].shape)
+    batched = bool(decision.shape)
+    evaluate = _compat.jaxpr_as_fun(cond_jaxpr)
 
-    def attempt(state: Any) -> list[Any]:
-        keys: dict[str, bool] = {}
+    def test(inner: Run, c: list[Any]) -> Any:
+        (pred,) = interpret(inner, cond_jaxpr, [*cond_consts, *c])
+        return jnp.any(pred) if batched else pred
 
-        def test(state: Any, c: Any, certain: bool = False) -> tuple[Any, Any]:
-            """The condition, evaluated where its events belong: before the first and after every iteration."""
-            if not cond_logs:
-                (pred,) = interpret(run.block(state), cond_jaxpr, [*cond_consts, *c])
-                return state, jnp.any(pred) if batched else pred
-            inner = run.block(state, unbounded=True)
-            (pred,) = interpret(inner, cond_jaxpr, [*cond_consts, *c])
-            run.require_type(inner, state)
-            keys.update({k: keys.get(k, False) or (certain and v) for k, v in inner.keys.items()})
-            return inner.state, pred
+    def step(inner: Run, c: list[Any], pred: Any) -> tuple[list[Any], Any]:
+        new = interpret(inner, body_jaxpr, [*body_consts, *c])
+        c = _where(evaluate(*cond_consts, *c)[0], new, c) if batched else new
+        return c, test(inner, c) if cond_logs else None
 
-        def body(carry: Any) -> Any:
-            state, c, *_ = carry
-            inner = run.block(state, unbounded=True)
-            new = interpret(inner, body_jaxpr, [*body_consts, *c])
-            run.require_type(inner, state)
-            c = _where(evaluate(*cond_consts, *c)[0], new, c) if batched else new
-            keys.update({k: keys.get(k, False) for k in inner.keys})
-            if not cond_logs:
-                return inner.state, c
-            state, pred = test(inner.state, c)
-            return state, c, pred
+    def iterate(run: Run, step: Any, c: list[Any], pred: Any, limit: int | None = None) -> tuple[list[Any], Any]:
+        """Loop while the condition holds, up to `limit` times. A condition that logs is carried, as `pred`."""
 
-        if cond_logs:
-            # The first evaluation is not inside anything that could be thrown away: if the loop had to be traced again
-            # after it, what it emits would be emitted twice. So find out before.
-            for jaxpr in (cond_jaxpr, body_jaxpr):
-                try:
-                    transformed(run.block(state, unbounded=True), jaxpr, state)
-                except Grown as grown:
-                    raise Grown(run, grown.struct) from None
-            state, pred = test(state, init, certain=True)
-            state, carry, _ = lax.while_loop(lambda s: s[2], body, (state, init, pred))
-        else:
-            state, carry = lax.while_loop(lambda s: test(*s)[1], body, (state, init))
-        run.absorb(_varying_like(_compat.out_avals(cond_jaxpr)[0], state), (), keys)
-        return carry
+        def attempt(state: Any) -> tuple[list[Any], Any]:
+            keys: dict[str, bool] = {}
 
-    return run.settle(attempt)
+            def go_on(carry: Any) -> Any:
+                state, c, pred, n = carry
+                pred = pred if cond_logs else test(run.block(state), c)
+                return pred if limit is None else pred & (n < limit)
+
+            def body(carry: Any) -> Any:
+                state, c, pred, n = carry
+                inner = run.block(state, unbounded=True)
+                c, pred = step(inner, c, pred)
+                run.require_type(inner, state)
+                keys.update(dict.fromkeys(inner.keys, False))
+                return inner.state, c, pred, None if n is None else n + 1
+
+            n = None if limit is None else jnp.zeros((), jnp.int32)
+            state, carry, pred_out, _ = lax.while_loop(go_on, body, (state, c, pred, n))
+            run.absorb(_varying_like(decision, state), (), keys)
+            return carry, pred_out
+
+        return run.settle(attempt)
+
+    pred = None
+    if cond_logs:
+        # The first evaluation: the others are made after every iteration, where their events belong.
+        first = run.block(run.state, unbounded=True)
+        pred = test(first, init)
+        run.absorb(first.state, (), first.keys)
+    blocks = run.handler.split(run, [cond_jaxpr, body_jaxpr])
+    if blocks is None:
+        return iterate(run, step, init, pred)[0]
+
+    def block(run: Run, c: list[Any], pred: Any) -> tuple[list[Any], Any]:
+        return blocks.run(run, False, lambda inner: iterate(inner, step, c, pred, blocks.iterations))
+
+    blocks.flush(run)
+    return iterate(run, block, init, pred)[0]
 
 
 def _where(lanes: Any, new: list[Any], old: list[Any]) -> list[Any]:
@@ -238,6 +292,10 @@ def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
     return run_function(handler.for_rules(), fun, args, {})[0]
 
 
+def _logged_keys(run: Run, jaxpr: Any) -> set[str]:
+    return set(tally(jaxpr, run.inside, lambda meta, path: [path + key for key in meta.keys]))
+
+
 def _with_rule_of(run: Run, original: Any, jaxpr: Any, consts: list[Any], args: list[Any], wrap: Any) -> list[Any]:
     """Run `jaxpr` for values and logs, such that it is differentiated like `original`.
 
@@ -246,7 +304,7 @@ def _with_rule_of(run: Run, original: Any, jaxpr: Any, consts: list[Any], args: 
     """
 
     def attempt(state: Any) -> list[Any]:
-        inside, rejoin = run.handler.split_state(state, logged_keys(jaxpr))
+        inside, rejoin = run.handler.split_state(state, _logged_keys(run, jaxpr))
         try:
             entry = transformed(run, jaxpr, inside)
         except Grown as grown:
@@ -388,7 +446,7 @@ def _high(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
 def _log_grad(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """It logs when the function is differentiated from outside, which makes it a derivative rule like others."""
     handler, event = run.handler.for_rules(), params["event"]
-    if not handler.wants(event):
+    if not handler.wants(event, run.inside):
         return args
     seen = event.seen or isinstance(handler, MarkSeen)
     return primitive.bind(*args, event=dataclasses.replace(event, seen=seen))
@@ -435,7 +493,7 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
         return Laned(jax.tree.map(aval, laned.tree), (names, *laned.flags))
 
     def attempt(state: Any) -> list[Any]:
-        inside, rejoin = run.handler.split_state(state, logged_keys(jaxpr))
+        inside, rejoin = run.handler.split_state(state, _logged_keys(run, jaxpr))
         inside = map_laned(_with_device_flag, inside)
         box: dict[str, Any] = {}
 
@@ -470,6 +528,31 @@ def _with_device_flag(laned: Laned, lead: int) -> Laned:
     return Laned(laned.tree, ((), *laned.flags))
 
 
+# Primitives that run their jaxpr once, so that there are as many events as in it.
+_INLINED = [
+    "closed_call",
+    "core_call",
+    "eval_jaxpr",
+    "xla_metadata_call",
+    "scheduling_group",
+    "custom_partitioning",
+    "compute_on",
+]
+RUN_ONCE = frozenset(
+    [
+        *_INLINED,
+        "jit",
+        "pjit",
+        "remat2",
+        "checkpoint",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vmap_call",
+        "custom_linear_solve",
+        "shard_map",
+    ]
+)
+
 RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
     "jit": _jit,
     "pjit": _jit,
@@ -483,16 +566,5 @@ RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
     "call_hi_primitive": _high,
     "shard_map": _shard_map,
     _compat.LOG_GRAD_NAME: _log_grad,
-    **dict.fromkeys(
-        [
-            "closed_call",
-            "core_call",
-            "eval_jaxpr",
-            "xla_metadata_call",
-            "scheduling_group",
-            "custom_partitioning",
-            "compute_on",
-        ],
-        _inline,
-    ),
+    **dict.fromkeys(_INLINED, _inline),
 }

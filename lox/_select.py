@@ -23,15 +23,15 @@ class Selection:
         labels = _strings("tags", tags)
         return cls(names, None if labels is None else frozenset(labels))
 
-    def keys(self, event: Any) -> list[str]:
-        """The selected keys of an event, or of what is known about it beforehand."""
-        keys = list(event.values) if isinstance(event, Event) else event.keys
+    def keys(self, event: Any, path: str = "") -> list[str]:
+        """The selected keys of an event, or of what is known about it beforehand; `path` is added to them."""
+        keys = [path + k for k in (event.values if isinstance(event, Event) else event.keys)]
         if self.tags is not None and not self.tags & event.tags:
             return []
         if event.explicit and self.argnames is None and self.tags is None:
             return []
         if self.argnames is None:
-            return list(keys)
+            return keys
         return [k for k in keys if any(fnmatch.fnmatchcase(k, p) for p in self.argnames)]
 
 

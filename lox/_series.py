@@ -145,15 +145,26 @@ def unroll(series: Series, reverse: bool) -> Series:
     return dataclasses.replace(jax.tree.map(flat, series), single=False)
 
 
-def every(series: Series, interval: int) -> Series:
-    """Events 0, k, 2k, ...; counted in each lane for itself."""
-    if series.valid is None:
-        return series if series.single else jax.tree.map(lambda x: x[::interval], series)
+def every(series: Series, interval: int, seen: int | Laned) -> tuple[Series, int | Laned]:
+    """Events 0, k, 2k, ..., counted in each lane for itself; and the number of the next event.
+
+    `seen` is the number of the first one. As long as numbers are known beforehand they are plain integers.
+    """
+    if series.valid is None and isinstance(seen, int):
+        if series.single and not seen % interval:
+            return series, seen + 1
+        series = series.expanded()
+        return jax.tree.map(lambda x: x[-seen % interval :: interval], series), seen + series.count()
     series = series.expanded()
-    assert series.valid is not None
-    number = jnp.cumsum(series.valid.tree, 0) - 1
-    valid = Laned(series.valid.tree & (number % interval == 0), series.valid.flags)
-    return dataclasses.replace(series, valid=valid)
+    happened = Laned(jnp.ones(series.count(), bool)) if series.valid is None else series.valid
+    first = Laned(jnp.asarray(seen)) if isinstance(seen, int) else seen
+    lanes = _lanes.union(_lanes.lanes_of(happened, 1), _lanes.lanes_of(first))
+    if lanes is None:
+        raise _errors.MismatchError(f"{series.key!r} is logged under different vmaps, which do not fit together.")
+    happened, first = _lanes.widen(happened, lanes, 1), _lanes.widen(first, lanes)
+    number = first.tree + jnp.cumsum(happened.tree, 0) - 1
+    valid = Laned(happened.tree & (number % interval == 0), lanes.flags)
+    return dataclasses.replace(series, valid=valid), Laned(first.tree + happened.tree.sum(0), lanes.flags)
 
 
 @dataclasses.dataclass(frozen=True)

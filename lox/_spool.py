@@ -2,19 +2,22 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from lox import _call, _compat, _engine, _errors, _reduce, _series
-from lox._engine import Handler, Run
+from lox._engine import Handler, Run, Tally
 from lox._event import Event, Meta
+from lox._lanes import Laned
 from lox._logdict import logdict, warn_of_dropped
 from lox._primitive import bind
 from lox._select import Selection
 from lox._series import Series
-from lox._state import Buffer, Fold
+from lox._state import Buffer, Fold, Room
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -33,9 +36,9 @@ class Collect(Handler):
     interval: int | None
     keep_logs: bool
 
-    def wants(self, meta: Meta) -> bool:
+    def wants(self, meta: Meta, path: str) -> bool:
         """Those that are selected, or kept for others."""
-        return self.keep_logs or bool(self.selection.keys(meta))
+        return self.keep_logs or bool(self.selection.keys(meta, path))
 
     def initial_state(self) -> dict[str, Fold | Buffer]:
         """Nothing yet: a key's state begins with its first event."""
@@ -50,17 +53,21 @@ class Collect(Handler):
         """Take the selected keys."""
         if self.keep_logs:
             bind(event.replace(seen=True))
+        event = event.in_scope()
         for key in self.selection.keys(event):
             reduction = self.reduction(key, event.reductions[key])
             held = run.state.get(key)
+            if isinstance(held, Room):
+                held = held.buffer(key, event) if reduction is None else None
             if held is not None:
                 self._check_same_reduction(held, reduction, key, event)
-                held = held.take(event, self.interval)
+                held = held.take(event)
             elif reduction is not None:
                 self._check_not_stacked(run, key, reduction, event)
-                held = Fold.empty(reduction, key, event).take(event, self.interval)
+                held = Fold.empty(reduction, key, event, self.interval or 1).take(event)
             elif run.unbounded:
-                held = Buffer.empty(self._capacity(key, event.site), key, event).take(event, self.interval)
+                capacity = self._capacity(key, event.site)
+                held = Buffer.empty(capacity, key, event, self.interval or 1).take(event)
             if held is not None:
                 run.state = {**run.state, key: held}
             else:
@@ -75,6 +82,7 @@ class Collect(Handler):
 
     def _check_same_reduction(self, held: Fold | Buffer, reduction: Any, key: str, event: Event) -> None:
         before = held.reduction if isinstance(held, Fold) else None
+        before = _reduce.MEAN if before is _reduce.WEIGHTED_MEAN else before
         if before != reduction:
             site = held.site if isinstance(held, Fold) else held.rows.site
             raise _errors.mismatch(key, "reductions", _name(before), str(site), _name(reduction), event.site)
@@ -84,6 +92,52 @@ class Collect(Handler):
             if key in piece:
                 site = str(piece[key].site)
                 raise _errors.mismatch(key, "reductions", _name(None), site, _name(reduction), event.site)
+
+    def counts(self, meta: Meta, path: str) -> list[str]:
+        """The keys that are stacked."""
+        own = {path + key: how for key, how in zip(meta.keys, meta.reductions, strict=True)}
+        return [key for key in self.selection.keys(meta, path) if self.reduction(key, own[key]) is None]
+
+    def before(self, run: Run, find: Callable[[], dict[str, Tally]]) -> None:
+        """With an interval, make room for what loops will keep: the other events are not even stored."""
+        if self.interval is None:
+            return
+        for key, tally in find().items():
+            if tally.looped and tally.count < math.inf and key not in run.state:
+                note = self._thin_out(run, key)
+                known = note.seen if tally.exact and isinstance(note.seen, int) else None
+                room = Room.within(int(tally.count), self.interval, _as_laned(note.seen), known)
+                run.state = {**run.state, key: room}
+                note.coming = tally
+
+    def after(self, run: Run) -> None:
+        """Put away what was kept."""
+        for key, note in run.notes.items():
+            if note.coming is None:
+                continue
+            held, tally, note.coming = run.state[key], note.coming, None
+            run.state = {k: v for k, v in run.state.items() if k != key}
+            if isinstance(held, Room):  # nothing came
+                continue
+            if isinstance(held, Fold):
+                run.state = {**run.state, key: held}
+            elif tally.exact and isinstance(note.seen, int):
+                note.kept.append(held.full())
+                note.seen += int(tally.count)
+            else:
+                note.kept.append(held.finish(certain=False))
+                note.seen = held.seen
+
+    def _thin_out(self, run: Run, key: str) -> Any:
+        """Apply the interval to what was stacked of a key."""
+        assert self.interval is not None
+        note = run.notes.setdefault(key, Thinned([], 0, None))
+        stacked = run.piece() if run.pieces else {}
+        if key in stacked:
+            kept, note.seen = _series.every(stacked.pop(key), self.interval, note.seen)
+            note.kept.append(kept)
+            run.pieces = [stacked] if stacked else []
+        return note
 
     def gather(self, pieces: list[dict[str, Series]]) -> dict[str, Series]:
         """Key by key."""
@@ -115,13 +169,21 @@ class Collect(Handler):
         stacked = run.piece() if run.pieces else {}
         for key, target in struct.items():
             held = run.state.get(key)
-            if held is None and key in stacked:
+            note = run.notes.pop(key, None) if held is None else None
+            if note is not None:  # a key that was thinned out so far, and is now met in a loop of unknown length
+                every_event = dataclasses.replace(Buffer.from_struct(target), interval=1)
+                buffer = every_event.take_series(_series.concatenate(note.kept))
+                buffer = dataclasses.replace(buffer, interval=target.interval, seen=_as_laned(note.seen))
+                state[key] = buffer.conform(target)
+                if key in stacked:
+                    state[key] = state[key].take_series(stacked.pop(key))
+            elif held is None and key in stacked:
                 series = stacked.pop(key)
                 if isinstance(target, Fold):
                     raise _errors.mismatch(
                         key, "reductions", _name(None), str(series.site), _name(target.reduction), str(target.site)
                     )
-                state[key] = Buffer.from_struct(target).take_series(series, self.interval)
+                state[key] = Buffer.from_struct(target).take_series(series)
             elif held is None:
                 state[key] = type(target).from_struct(target)
             else:
@@ -138,6 +200,19 @@ class Collect(Handler):
         return _engine.MarkSeen() if self.keep_logs else _engine.Drop()
 
 
+@dataclasses.dataclass
+class Thinned:
+    """What an interval has kept of a key at the outermost level."""
+
+    kept: list[Series]
+    seen: int | Laned  # how many events there were; a plain number as long as it is known beforehand
+    coming: Tally | None  # what is being run
+
+
+def _as_laned(seen: int | Laned) -> Laned:
+    return Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else seen
+
+
 def _name(reduction: _reduce.Reduction | None) -> str:
     return "no reduction" if reduction is None else f"reduce={reduction.name!r}"
 
@@ -152,10 +227,12 @@ def finish(handler: Collect, run: Run, prefix: str) -> logdict:
     """What a run has collected, as users see it."""
     found: dict[str, Series] = dict(run.piece() if run.pieces else {})
     if handler.interval is not None:
-        found = {key: _series.every(series, handler.interval) for key, series in found.items()}
+        for key in [*found, *run.notes]:
+            note = handler._thin_out(run, key)
+            found[key] = _series.concatenate(note.kept)
     reduced, dropped = set(), {}
     for key, held in run.state.items():
-        found[key] = held.finish(run.keys.get(key, False), handler.interval)
+        found[key] = held.finish(run.keys.get(key, False))
         if isinstance(held, Fold):
             reduced.add(prefix + key)
         else:

@@ -19,7 +19,7 @@ from lox._series import Series, Site
 Item = tuple[tuple[int, ...], Any]  # shape and dtype of one leaf of the value
 
 
-def _typed_like(x: Any, aval: Any) -> Any:
+def typed_like(x: Any, aval: Any) -> Any:
     """`x` with exactly the type of `aval`: a loop's carry must not change type, varying axes and sharding included."""
     if _arrays.is_prng_key(aval.dtype):
         return _compat.with_varying_axes_of(jnp.broadcast_to(x, aval.shape), aval)
@@ -28,6 +28,18 @@ def _typed_like(x: Any, aval: Any) -> Any:
         return x
     zeros = _compat.zeros_of(aval)
     return x | zeros if aval.dtype == bool else x + zeros
+
+
+def _conform(x: Laned, target: Laned) -> Laned:
+    """The same array for more lanes, with exactly the type of `target`."""
+    return Laned(typed_like(_lanes.widen(x, _lanes.lanes_of(target)).tree, target.tree), target.flags)
+
+
+def _counted(key: str, count: Laned, mask: Laned | None) -> Laned:
+    """One more, where the event happened."""
+    lanes = _union(key, count, mask)
+    one = jnp.ones((), jnp.int32) if mask is None else _lanes.widen(mask, lanes).tree.astype(jnp.int32)
+    return Laned(_lanes.widen(count, lanes).tree + one, lanes.flags)
 
 
 def _union(key: str, *laned: Laned | None) -> Lanes:
@@ -83,11 +95,12 @@ class Fold:
     items: tuple[Item, ...]
     key: str
     site: Site
+    interval: int  # every k-th event is taken
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """Arrays are children; the rest is structure."""
         children = (self.states, self.count, self.steps)
-        return children, (self.reduction, self.treedef, self.items, self.key, self.site)
+        return children, (self.reduction, self.treedef, self.items, self.key, self.site, self.interval)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "Fold":
@@ -95,21 +108,23 @@ class Fold:
         return cls(*children, *aux)
 
     @classmethod
-    def empty(cls, reduction: _reduce.Reduction, key: str, event: Event) -> "Fold":
+    def empty(cls, reduction: _reduce.Reduction, key: str, event: Event, interval: int) -> "Fold":
         """The state before the first event, for events like this one."""
         items = _items_of(key, event)
         states = [Laned(_reduce.initial(reduction, *item)) for item in items]
         count = Laned(jnp.zeros((), jnp.int32))
-        return cls(states, count, {}, reduction, event.treedefs[key], items, key, Site(event.site))
+        return cls(states, count, {}, reduction, event.treedefs[key], items, key, Site(event.site), interval)
 
-    def take(self, event: Event, interval: int | None) -> "Fold":
+    def take(self, event: Event) -> "Fold":
         """One event more."""
         key = self.key
+        if event.weight is not None and self.reduction is _reduce.MEAN:
+            return self._weighted().take(event)
         old = self._promoted(_check_items(key, self.treedef, self.items, str(self.site), event))
         happened = event.mask
-        if interval is not None:
+        if self.interval > 1:
             lanes = _union(key, self.count, happened)
-            due = _lanes.widen(self.count, lanes).tree % interval == 0
+            due = _lanes.widen(self.count, lanes).tree % self.interval == 0
             happened = Laned(due if happened is None else due & _lanes.widen(happened, lanes).tree, lanes.flags)
         states = []
         for state, value, (_, dtype) in zip(old.states, event.values[key], old.items, strict=True):
@@ -125,11 +140,33 @@ class Fold:
             if happened is not None:
                 new = _choose(_lanes.widen(happened, lanes), new, args[0])
             states.append(Laned(jax.tree.map(_same_type, new, args[0]), lanes.flags))
-        lanes = _union(key, self.count, event.mask)
-        one = jnp.ones((), jnp.int32) if event.mask is None else _lanes.widen(event.mask, lanes).tree.astype(jnp.int32)
-        count = Laned(_lanes.widen(self.count, lanes).tree + one, lanes.flags)
         steps = _take_steps(key, self.steps, event, happened)
-        return dataclasses.replace(old, states=states, count=count, steps=steps)
+        return dataclasses.replace(old, states=states, count=_counted(key, self.count, event.mask), steps=steps)
+
+    def _weighted(self) -> "Fold":
+        """A plain mean as a weighted one: only the first event with a weight tells that it has to be."""
+        convert = _reduce.with_weights
+        states, taken = [], self._taken()
+        for state in self.states:
+            lanes = _union(self.key, state, taken)
+            mapped = convert
+            for _ in range(sum(map(bool, lanes.flags))):
+                mapped = jax.vmap(mapped)
+            new = mapped(_lanes.widen(state, lanes).tree, _lanes.widen(taken, lanes).tree)
+            states.append(Laned(new, lanes.flags))
+        return dataclasses.replace(self, states=states, reduction=_reduce.WEIGHTED_MEAN)
+
+    def _taken(self) -> Laned:
+        """How many events went into the reduction."""
+        every = self.interval
+        return self.count if every == 1 else self.count.map(lambda n: (n + every - 1) // every)
+
+    def restarted(self, where: Any = None) -> "Fold":
+        """The state before any event, of the same type; with `where`, only if that is true."""
+        fresh = Fold.from_struct(jax.tree.map(_compat.aval_of, self))
+        # What is left of an interval goes on: a negative count says how many events are still to be passed over.
+        fresh = dataclasses.replace(fresh, count=self.count.map(lambda n: -(-n % self.interval)), steps=self.steps)
+        return fresh if where is None else jax.tree.map(lambda new, old: jnp.where(where, new, old), fresh, self)
 
     def _promoted(self, items: tuple[Item, ...]) -> "Fold":
         if items == self.items:
@@ -146,20 +183,18 @@ class Fold:
 
     def conform(self, struct: "Fold") -> "Fold":
         """The same state with the type of `struct`, which is a later state of the same key."""
+        if struct.reduction != self.reduction:
+            return self._weighted().conform(struct)
         old = self._promoted(struct.items)
         states = []
         for state, target in zip(old.states, struct.states, strict=True):
             state = _lanes.widen(state, _lanes.lanes_of(target))
-            states.append(Laned(jax.tree.map(_typed_like, state.tree, target.tree), target.flags))
+            states.append(Laned(jax.tree.map(typed_like, state.tree, target.tree), target.flags))
         steps = {}
         for name, target in struct.steps.items():
             step = self.steps.get(name) or Laned(jnp.asarray(_arrays.missing_step(target.tree.dtype)))
-            steps[name] = Laned(
-                _typed_like(_lanes.widen(step, _lanes.lanes_of(target)).tree, target.tree), target.flags
-            )
-        count = _lanes.widen(self.count, _lanes.lanes_of(struct.count))
-        count = Laned(_typed_like(count.tree, struct.count.tree), struct.count.flags)
-        return dataclasses.replace(old, states=states, steps=steps, count=count)
+            steps[name] = _conform(step, target)
+        return dataclasses.replace(old, states=states, steps=steps, count=_conform(self.count, struct.count))
 
     @classmethod
     def from_struct(cls, struct: "Fold") -> "Fold":
@@ -168,18 +203,20 @@ class Fold:
         empty = dataclasses.replace(struct, states=states, count=Laned(jnp.zeros((), jnp.int32)), steps={})
         return empty.conform(struct)
 
-    def finish(self, certain: bool, interval: int | None = None) -> Series:
+    def finish(self, certain: bool) -> Series:
         """The result, as a series of a single event."""
-        values = []
+        values, taken = [], self._taken()
         for state in self.states:
-            finish = self.reduction.finish
-            for _ in range(state.ndim):
+            finish, args = self.reduction.finish, [state]
+            if self.reduction.counted:
+                lanes = _union(self.key, state, taken)
+                args = [_lanes.widen(x, lanes) for x in (state, taken)]
+            for _ in range(args[0].ndim):
                 finish = jax.vmap(finish)
-            values.append(Laned(finish(state.tree), state.flags))
+            values.append(Laned(finish(*[x.tree for x in args]), args[0].flags))
         treedef, valid = self.treedef, None
-        if self.reduction.name == "count":  # one integer per key
-            every = interval or 1
-            values, treedef = [self.count.map(lambda n: (n + every - 1) // every)], jax.tree.structure(0)
+        if self.reduction is _reduce.COUNT:  # one integer per key
+            values, treedef = [taken], jax.tree.structure(0)
         if not certain:
             valid = self.count.map(lambda n: n > 0)
         return Series(values, self.steps, valid, treedef, True, self.key, self.site)
@@ -212,10 +249,12 @@ class Buffer:
     seen: Laned  # how many events there were, in each lane for itself: what `interval` counts
     capacity: int
     items: tuple[Item, ...]
+    interval: int  # every k-th event is stored
+    most: int | None = None  # the number of events there can be, if room for all of them can be made
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """Arrays are children; the rest is structure."""
-        return (self.rows, self.count, self.seen), (self.capacity, self.items)
+        return (self.rows, self.count, self.seen), (self.capacity, self.items, self.interval, self.most)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "Buffer":
@@ -223,25 +262,31 @@ class Buffer:
         return cls(*children, *aux)
 
     @classmethod
-    def empty(cls, capacity: int, key: str, event: Event) -> "Buffer":
+    def empty(cls, capacity: int, key: str, event: Event, interval: int) -> "Buffer":
         """Room for events like this one."""
         items = _items_of(key, event)
         values = [x.map(lambda a: _empty_rows(capacity + 1, a)) for x in event.values[key]]
         rows = Series(values, {}, None, event.treedefs[key], False, key, Site(event.site))
         zero = Laned(jnp.zeros((), jnp.int32))
-        return cls(rows, zero, zero, capacity, items)
+        return cls(rows, zero, zero, capacity, items, interval)
 
-    def take(self, event: Event, interval: int | None) -> "Buffer":
+    def take(self, event: Event) -> "Buffer":
         """One event more."""
-        rows, key, size = self.rows, self.rows.key, self.capacity + 1
+        rows, key, size, original = self.rows, self.rows.key, self.capacity + 1, event
         items = _check_items(key, rows.treedef, self.items, str(rows.site), event)
         seen = self.seen
-        if interval is not None:
+        if self.interval > 1:
             lanes = _union(key, seen, event.mask)
             number = _lanes.widen(seen, lanes).tree
             happened = jnp.ones((), bool) if event.mask is None else _lanes.widen(event.mask, lanes).tree
             seen = Laned(number + happened.astype(jnp.int32), lanes.flags)
-            event = event.replace(mask=Laned(happened & (number % interval == 0), lanes.flags))
+            event = event.replace(mask=Laned(happened & (number % self.interval == 0), lanes.flags))
+            if self.most is not None and lanes.flags:
+                # Lanes that count for themselves may each keep another event.
+                lane_count = int(np.prod([n for n, f in zip(lanes.sizes, lanes.flags, strict=True) if f]))
+                needed = min(self.most, lane_count * -(-self.most // self.interval))
+                if needed > self.capacity:
+                    return self.with_capacity(needed).take(original)
         if self.count.ndim:
             raise _errors.SpoolError(
                 f"{key!r} is logged inside `while_loop` both on the devices of a shard_map and outside of it.\n"
@@ -282,12 +327,12 @@ class Buffer:
         one = 1 if happened is None else happened.astype(jnp.int32)
         return dataclasses.replace(self, rows=rows, count=Laned(count + one, self.count.flags), seen=seen, items=items)
 
-    def take_series(self, series: Series, interval: int | None) -> "Buffer":
+    def take_series(self, series: Series) -> "Buffer":
         """Events that were collected before it was known that the key needs a buffer."""
         rows = series.expanded()
 
         def take_row(buffer: Buffer, row: Series) -> Buffer:
-            return buffer.take(Event.from_series(row), interval)
+            return buffer.take(Event.from_series(row))
 
         # The first row settles the type of the buffer; the others can then go through a loop.
         buffer = take_row(self, _row(rows, 0)) if rows.count() else self
@@ -296,24 +341,29 @@ class Buffer:
             buffer, _ = jax.lax.scan(lambda b, row: (take_row(b, row), None), buffer, rest)
         return buffer
 
+    def with_capacity(self, capacity: int) -> "Buffer":
+        """The same events in a larger buffer."""
+        more = capacity - self.capacity
+        pad = lambda x: jnp.concatenate([x, _empty_rows(more, x[0])]) if more else x  # noqa: E731
+        return dataclasses.replace(self, rows=jax.tree.map(pad, self.rows), capacity=capacity)
+
     def conform(self, struct: "Buffer") -> "Buffer":
         """The same state with the type of `struct`, which is a later state of the same key."""
+        if struct.capacity != self.capacity:
+            return self.with_capacity(struct.capacity).conform(struct)
 
         def fit(x: Laned | None, target: Laned, fill: Any) -> Laned:
             if x is None:
                 x = Laned(jnp.full((self.capacity + 1, *target.item_shape(1)), fill, target.tree.dtype))
             x = _lanes.widen(x, _lanes.lanes_of(target, 1), 1)
-            return Laned(_typed_like(x.tree, target.tree), target.flags)
+            return Laned(typed_like(x.tree, target.tree), target.flags)
 
         rows, model = self.rows, struct.rows
         values = [fit(x, target, 0) for x, target in zip(rows.values, model.values, strict=True)]
         steps = {n: fit(rows.steps.get(n), t, _arrays.missing_step(t.tree.dtype)) for n, t in model.steps.items()}
         valid = None if model.valid is None else fit(rows.valid, model.valid, True)
         rows = dataclasses.replace(rows, values=values, steps=steps, valid=valid)
-        count, seen = (
-            Laned(_typed_like(_lanes.widen(x, _lanes.lanes_of(target)).tree, target.tree), target.flags)
-            for x, target in ((self.count, struct.count), (self.seen, struct.seen))
-        )
+        count, seen = _conform(self.count, struct.count), _conform(self.seen, struct.seen)
         return dataclasses.replace(self, rows=rows, count=count, seen=seen, items=struct.items)
 
     @classmethod
@@ -325,9 +375,9 @@ class Buffer:
         zero = Laned(jnp.zeros((), jnp.int32))
         return dataclasses.replace(struct, rows=rows, count=zero, seen=zero).conform(struct)
 
-    def finish(self, certain: bool, interval: int | None = None) -> Series:
+    def finish(self, certain: bool) -> Series:
         """The events, in slots of which the first `count` are filled."""
-        del certain, interval
+        del certain
         rows = jax.tree.map(lambda x: x[: self.capacity], self.rows)
         slots = jnp.arange(self.capacity).reshape((-1,) + (1,) * self.count.ndim)
         filled = Laned(slots < self.count.tree, self.count.flags)
@@ -338,9 +388,84 @@ class Buffer:
             filled = Laned(both, lanes.flags)
         return dataclasses.replace(rows, valid=filled)
 
+    def full(self) -> Series:
+        """The events, if it is known that there are as many as there is room for."""
+        return jax.tree.map(lambda x: x[: self.capacity], self.rows)
+
     def dropped(self) -> Any:
         """How many events did not fit."""
         return jnp.maximum(self.count.tree - self.capacity, 0)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Tick:
+    """How many events of a key there were, in each lane for itself."""
+
+    count: Laned = dataclasses.field(default_factory=lambda: Laned(jnp.zeros((), jnp.int32)))
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """One array."""
+        return (self.count,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Tick":
+        """The inverse of `tree_flatten`."""
+        return cls(*children)
+
+    def take(self, key: str, event: Event) -> "Tick":
+        """One event more."""
+        return Tick(_counted(key, self.count, event.mask))
+
+    def conform(self, struct: "Tick") -> "Tick":
+        """The same state with the type of `struct`, which is a later state of the same key."""
+        return Tick(_conform(self.count, struct.count))
+
+    @classmethod
+    def from_struct(cls, struct: "Tick") -> "Tick":
+        """The empty state of the type of `struct`."""
+        return cls().conform(struct)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Room:
+    """Where a buffer will be, once the first event has shown what it has to hold."""
+
+    seen: Laned  # how many events there were before
+    capacity: int
+    interval: int
+    most: int
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """Arrays are children; the rest is structure."""
+        return (self.seen,), (self.capacity, self.interval, self.most)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Room":
+        """The inverse of `tree_flatten`."""
+        return cls(*children, *aux)
+
+    @classmethod
+    def within(cls, count: int, interval: int, seen: Laned, known: int | None) -> "Room":
+        """For every k-th of at most `count` events; `known` is the number of the first, if it is known beforehand."""
+        if known is None:
+            return cls(seen, -(-count // interval), interval, count)
+        kept = (known + count + interval - 1) // interval - (known + interval - 1) // interval
+        return cls(seen, kept, interval, count)
+
+    def buffer(self, key: str, event: Event) -> Buffer:
+        """Room for events like this one."""
+        empty = Buffer.empty(self.capacity, key, event, self.interval)
+        return dataclasses.replace(empty, seen=self.seen, most=self.most)
+
+    def conform(self, struct: Any) -> Any:
+        """The same state with the type of `struct`, which is a later state of the same key."""
+        if isinstance(struct, Fold):
+            return Fold.from_struct(struct)
+        if isinstance(struct, Buffer):
+            return dataclasses.replace(Buffer.from_struct(struct), seen=_conform(self.seen, struct.seen))
+        return dataclasses.replace(self, seen=_conform(self.seen, struct.seen))
 
 
 def _empty_rows(count: int, like: Any, fill: Any = 0) -> Any:

@@ -3,18 +3,20 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import operator
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from lox import _call, _compat, _emit, _engine, _errors, _reduce
-from lox._engine import Handler, Run
+from lox import _call, _compat, _emit, _engine, _errors, _lanes
+from lox._engine import Handler, Run, Tally
 from lox._event import Event, Meta
 from lox._lanes import Laned
 from lox._logdict import joined, logdict
@@ -22,9 +24,10 @@ from lox._primitive import bind
 from lox._select import Selection
 from lox._series import Series, Site
 from lox._spool import Collect
-from lox._state import Fold
+from lox._state import Buffer, Fold, Room, Tick
 
 Callback = Callable[[logdict], Any]
+_Kind = TypeVar("_Kind", bound="HostFunction")
 
 
 def _only_due(logs: logdict) -> logdict:
@@ -39,12 +42,29 @@ def _only_due(logs: logdict) -> logdict:
     return logs.copy()
 
 
-class Delivery:
+class HostFunction:
     """Calls the user's callback from the host, and keeps what it raises: XLA would pass on the text only."""
 
-    def __init__(self, callback: Callback):
+    def __init__(self, callback: Callable[[Any], Any]):
         self.callback = callback
         self.error: BaseException | None = None
+
+    def __call__(self, argument: Any) -> None:
+        """Call it."""
+        try:
+            self.callback(argument)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def pop_error(self) -> BaseException | None:
+        """What the callback has raised since the last time."""
+        error, self.error = self.error, None
+        return error
+
+
+class Delivery(HostFunction):
+    """Delivers every event to the callback as it comes."""
 
     def __call__(self, logs: logdict, in_order: bool = True) -> None:
         """Take one event, on the host."""
@@ -60,11 +80,6 @@ class Delivery:
         if logs:
             self.callback(logs)
 
-    def pop_error(self) -> BaseException | None:
-        """What the callback has raised since the last time."""
-        error, self.error = self.error, None
-        return error
-
 
 # Keys of lox's own, which no user's key looks like.
 _DUE = "\0due"  # travels with an event under `interval`: which of its keys are due
@@ -78,36 +93,62 @@ def _signal(key: str) -> Event:
 
 
 class BufferedDelivery(Delivery):
-    """Calls the user's callback once for several events.
+    """Calls the user's callback once for several events: up to `size` of each key.
 
     Events of several devices come in no order, so that it cannot be known which is the last: those are not held back.
     """
 
-    def __init__(self, callback: Callback, size: int, reduce: Any):
+    def __init__(self, callback: Callback, size: int):
         super().__init__(callback)
-        self.size, self.reduce = size, reduce
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what there is."""
         self.events: list[logdict] = []
+        self.counts: Counter[str] = Counter()
 
     def take(self, logs: logdict, in_order: bool) -> None:
         """Keep it, and pass on what there is if it is enough."""
         if _BEGIN in logs:
-            self.events = []
+            self.clear()
             return
         if logs and _FLUSH not in logs:
+            counts = logs.event_counts()
+            if any(self.counts[key] + n > self.size for key, n in counts.items()):
+                self.send()
             self.events.append(logs)
-        if self.events and (_FLUSH in logs or not in_order or len(self.events) >= self.size):
-            block, self.events = joined(self.events), []
-            if self.reduce is not None:
-                block = joined([block.reduce({key: self._reduction(key) for key in block})])
-            self.callback(block)
+            self.counts.update(counts)
+        if _FLUSH in logs or not in_order or max(self.counts.values(), default=0) >= self.size:
+            self.send()
 
-    def _reduction(self, key: str) -> Any:
-        return dict(self.reduce).get(key) if isinstance(self.reduce, tuple) else self.reduce
+    def send(self) -> None:
+        """Pass on what there is."""
+        events = self.events
+        self.clear()
+        if events:
+            self.callback(joined(events))
+
+
+@dataclasses.dataclass(frozen=True)
+class AtOnce:
+    """Delivers without delay if there is something of these keys, whose events stand for several already."""
+
+    delivery: Delivery
+    keys: frozenset[str]
+
+    def __call__(self, logs: logdict, in_order: bool = True) -> None:
+        """Take several events, on the host."""
+        self.delivery(logs, in_order and self.keys.isdisjoint(logs))
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream(Handler):
     """Emits events as they happen, or once at the end for keys that are reduced.
+
+    With `buffer`, loops are split into blocks of iterations with at most so many events of any key. `collect` takes
+    the events of a block, which leave in one call. Events outside of loops still leave one by one, to be put together
+    on the host; those of keys that are reduced are combined on the device, and leave when there are enough of them.
 
     The state is the token that keeps emissions in order, and by key the reductions and the counters of `interval`.
     """
@@ -115,26 +156,33 @@ class Stream(Handler):
     collect: Collect
     deliver: Delivery
     prefix: str
+    buffer: int | None
 
-    def wants(self, meta: Meta) -> bool:
+    waits: ClassVar[bool] = True  # whether a call returns only when the last callback has
+
+    def wants(self, meta: Meta, path: str) -> bool:
         """All of them: those not selected still flow on."""
         return True
 
     def initial_state(self) -> dict[str, Any]:
         """The token before the first event, and nothing counted or reduced yet."""
         token = _emit.new_token()
-        if isinstance(self.deliver, BufferedDelivery):  # what an aborted call may have left
+        if self.buffer:  # what an aborted call may have left
             token = _emit.emit(self.deliver, _signal(_BEGIN), token)
         return {"token": token, "held": {}, "counts": {}}
 
     def event(self, run: Run, event: Event) -> None:
         """Emit or reduce the selected keys, and let all flow on."""
+        original, event = event, event.in_scope()
         selected = self.collect.selection.keys(event)
         reduced = [k for k in selected if self.collect.reduction(k, event.reductions[k]) is not None]
         if reduced:
-            inner = Run(self.collect, run.state["held"], run.unbounded)
-            self.collect.event(inner, event.only(reduced))
+            inner = Run(self._fold, run.state["held"], run.unbounded)
+            self._fold.event(inner, event.only(reduced))
             run.state = {**run.state, "held": inner.state}
+            if self.buffer:
+                enough = self.take_reduced(run, dict.fromkeys(reduced, self.buffer))
+                self.emit_block(run, [], enough, conditional=self.buffer > 1)
         direct = [k for k in selected if k not in reduced]
         interval = self.collect.interval
         if direct and interval is None:
@@ -143,28 +191,102 @@ class Stream(Handler):
             self._emit_if_due(run, event.only(direct), interval)
         for key in selected:
             run.note(key, event.mask is None)
-        bind(event.replace(seen=True))
+        bind(original.replace(seen=True))
+
+    @functools.cached_property
+    def _fold(self) -> Collect:
+        return dataclasses.replace(self.collect, keep_logs=False)
 
     def _emit(self, run: Run, event: Event) -> None:
-        run.state = {**run.state, "token": _emit.emit(self.deliver, event, run.state["token"])}
+        run.state = {**run.state, "token": _emit.emit(self.deliver, self.leaving(run, event), run.state["token"])}
+
+    def leaving(self, run: Run, event: Event) -> Event:
+        """An event as it leaves for the host."""
+        del run
+        return event
+
+    def series_leaving(self, run: Run, series: Series) -> Series:
+        """Several events of a key as they leave for the host."""
+        del run
+        return series
 
     def _emit_if_due(self, run: Run, event: Event, interval: int) -> None:
         counts, due = dict(run.state["counts"]), []
         for key in event.values:
-            counter = counts.get(key) or Fold.empty(_reduce.COUNT, key, event)
+            counter = counts.get(key) or Tick()
             due.append(counter.count.map(lambda n: n % interval == 0))
-            counts[key] = counter.take(event, None)
+            counts[key] = counter.take(key, event)
+        mask = event.mask or Laned(jnp.ones((), bool))
+        lanes = _lanes.union(*[_lanes.lanes_of(x) for x in [mask, *due]])
+        assert lanes is not None  # the counters have taken the event
+        any_due = functools.reduce(operator.or_, [_lanes.widen(x, lanes).tree for x in due])
         event = event.prefixed(self.prefix)
         event = event.replace(
             values={**event.values, _DUE: due},
             treedefs={**event.treedefs, _DUE: jax.tree.structure([0] * len(due))},
             reductions={**event.reductions, _DUE: None},
+            mask=Laned(_lanes.widen(mask, lanes).tree & any_due, lanes.flags),
         )
-        # On the device, so that the host is called only when there is something to tell.
-        any_due = functools.reduce(operator.or_, [jnp.any(x.tree) for x in due])
-        emit = lambda token: _emit.emit(self.deliver, event, token)  # noqa: E731
-        token = jax.lax.cond(any_due, emit, lambda token: token, run.state["token"])
+        token = _emit.emit(self.deliver, self.leaving(run, event), run.state["token"], conditional=True)
         run.state = {**run.state, "token": token, "counts": counts}
+
+    # --- blocks of events ---
+
+    def split(self, run: Run, jaxprs: Iterable[Any]) -> "Blocks | None":
+        """How to split a loop whose iterations run these jaxprs; None if it cannot be split."""
+        if not self.buffer:
+            return None
+        total: dict[str, Tally] = {}
+        stacked: set[str] = set()
+        for jaxpr in jaxprs:
+            for key, found in _engine.tally(jaxpr, run.inside, self.collect.selection.keys).items():
+                total[key] = total.get(key, Tally()) + found
+            stacked.update(_engine.tally(jaxpr, run.inside, self.collect.counts))
+        most = max((t.count for t in total.values()), default=0)
+        if not most or most == math.inf:
+            return None
+        interval = self.collect.interval or 1
+        iterations = int(self.buffer * interval // most)
+        if iterations > interval:
+            iterations -= iterations % interval  # so that every block begins with an event that is kept
+        if iterations < 2:
+            return None
+        counts = {key: int(t.count) for key, t in total.items()}
+        return Blocks(
+            self,
+            iterations,
+            {key: n for key, n in counts.items() if key in stacked},
+            {key: n for key, n in counts.items() if key not in stacked},
+        )
+
+    def emit_block(self, run: Run, stacked: list[Series], reduced: list[Series], conditional: bool = False) -> None:
+        """Emit several events of each key in one call; those that stand for several already leave at once."""
+        if stacked or reduced:
+            order = {key: n for n, key in enumerate(run.keys)}
+            series = sorted([*stacked, *reduced], key=lambda s: order.get(s.key, len(order)))
+            named = [self.series_leaving(run, dataclasses.replace(s, key=self.prefix + s.key)) for s in series]
+            deliver = AtOnce(self.deliver, frozenset(self.prefix + s.key for s in reduced))
+            token = _emit.emit_block(deliver, named, run.state["token"], conditional and not stacked)
+            run.state = {**run.state, "token": token}
+
+    def take_reduced(self, run: Run, at: dict[str, int]) -> list[Series]:
+        """The reductions of these keys, if they are of at least so many events; they begin anew."""
+        held, series = dict(run.state["held"]), []
+        interval = self.collect.interval or 1
+        for key, number in at.items():
+            fold = held.get(key)
+            if fold is None:
+                continue
+            result, enough = fold.finish(certain=False), None
+            if number > 1:
+                # Lanes leave together, or there would be a call for each.
+                enough = jnp.max(fold.count.tree) > (number - 1) * interval
+                assert result.valid is not None
+                result = dataclasses.replace(result, valid=result.valid.map(lambda v, e=enough: v & e))
+            series.append(result)
+            held[key] = fold.restarted(enough)
+        run.state = {**run.state, "held": held}
+        return series
 
     def extend(self, run: Run, struct: dict[str, Any]) -> None:
         """The token does not change its type; the rest is as for `spool`."""
@@ -189,12 +311,62 @@ class Stream(Handler):
 
     def finish(self, run: Run) -> Any:
         """Emit what was reduced; returns the last token."""
-        for key, held in run.state["held"].items():
-            series = held.finish(run.keys.get(key, False), self.collect.interval)
-            self._emit(run, Event.from_series(series).prefixed(self.prefix))
-        if isinstance(self.deliver, BufferedDelivery):
+        if self.buffer:
+            self.emit_block(run, [], self.take_reduced(run, dict.fromkeys(run.state["held"], 1)))
             self._emit(run, _signal(_FLUSH))
+            return run.state["token"]
+        for key, held in run.state["held"].items():
+            series = held.finish(run.keys.get(key, False))
+            self._emit(run, Event.from_series(series).prefixed(self.prefix))
         return run.state["token"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How a loop is split: the iterations of a block, and the most events of each key in one iteration."""
+
+    stream: Stream
+    iterations: int
+    stacked: dict[str, int]
+    reduced: dict[str, int]
+
+    def run(self, run: Run, bounded: bool, execute: Callable[[Run], Any], room_for: int | None = None) -> Any:
+        """Run as many iterations as fit, `execute(run)`, and emit their events in one call; then as `flush`."""
+        interval = self.stream.collect.interval
+        inner = Run(self.stream.collect, run.state["held"], path=run.inside)
+        if interval is not None or not bounded:
+            rooms = {}
+            for key, count in self.stacked.items():
+                seen = run.state["counts"].get(key, Tick()).count
+                rooms[key] = Room.within(count * self.iterations, interval or 1, seen, None)
+            inner.state = {**inner.state, **rooms}
+        out = execute(inner)
+        found, held, counts = dict(inner.piece() if inner.pieces else {}), {}, dict(run.state["counts"])
+        for key, state in inner.state.items():
+            if isinstance(state, Fold):
+                held[key] = state
+            elif isinstance(state, Buffer):
+                found[key] = state.finish(certain=False)
+                if interval is not None:
+                    counts[key] = Tick(state.seen)
+        for key, certain in inner.keys.items():
+            run.note(key, certain)
+        run.state = {**run.state, "held": held, "counts": counts}
+        self._emit(run, [found[key] for key in inner.keys if key in found], room_for)
+        return out
+
+    def flush(self, run: Run, room_for: int | None = None) -> None:
+        """Emit what the loop's keys have been reduced to: all of it, or what makes room for that many iterations."""
+        self._emit(run, [], room_for)
+
+    def _emit(self, run: Run, stacked: list[Series], room_for: int | None) -> None:
+        buffer, interval = self.stream.buffer or 1, self.stream.collect.interval or 1
+        at = dict.fromkeys(self.reduced, 1)
+        if room_for is not None:
+            for key, count in self.reduced.items():
+                at[key] = max(buffer - max(-(-count * room_for // interval), 1) + 1, 1)
+        reduced = self.stream.take_reduced(run, at)
+        self.stream.emit_block(run, stacked, reduced, conditional=max(at.values(), default=1) > 1)
 
 
 def tap(
@@ -243,40 +415,65 @@ def tap(
     Raises:
         OptionError: An option that makes no sense.
     """
+    stream = streaming(Stream, callback, argnames, tags, prefix, interval, reduce, buffer)
+
+    @functools.wraps(fun)
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        return stream(fun, args, kwargs)
+
+    return tapped
+
+
+def streaming(
+    kind: type[Stream],
+    callback: Callback,
+    argnames: str | Iterable[str] | None,
+    tags: str | Iterable[str] | None,
+    prefix: str,
+    interval: int | None,
+    reduce: Any,
+    buffer: int | None,
+) -> Callable[..., Any]:
+    """How `tap` with these options calls a function: `(fun, args, kwargs, **given)`.
+
+    What is `given` becomes part of the state of the handler, whose class is `kind`.
+    """
     if not callable(callback):
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of a logdict.")
     prefix, reduction = _call.prefix_option(prefix), _call.reduce_option(reduce)
     interval, buffer = _call.count_option("interval", interval), _call.count_option("buffer", buffer)
-    collect = Collect(Selection.of(argnames, tags), None if buffer else reduction, None, interval, keep_logs=False)
-    if isinstance(reduction, tuple):
-        reduction = tuple((prefix + key, how) for key, how in reduction)
+    collect = Collect(Selection.of(argnames, tags), reduction, None, interval, keep_logs=True)
 
-    @functools.wraps(fun)
-    def tapped(*args: Any, **kwargs: Any) -> Any:
+    def stream(fun: Callable[..., Any], args: Any, kwargs: Any, **given: Any) -> Any:
         if buffer is None:
-            return call(_delivery(callback), args, kwargs)
-        with _buffers.lend(callback, buffer, reduction) as deliver:
-            return call(deliver, args, kwargs)
+            return call(one_for(callback, Delivery), kind.waits, fun, args, kwargs, given)
+        with _buffers.lend(callback, buffer) as deliver:
+            return call(deliver, True, fun, args, kwargs, given)  # the buffer must be back before it is lent again
 
-    def call(deliver: Delivery, args: Any, kwargs: Any) -> Any:
-        handler = Stream(collect, deliver, prefix)
+    def call(deliver: Delivery, wait: bool, fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> Any:
+        handler = kind(collect, deliver, prefix, buffer)
 
-        def stream(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-            out, run = _engine.run_function(handler, fun, args, kwargs)
+        def transform(fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> tuple[Any, Any]:
+            out, run = _engine.run_function(handler, fun, args, kwargs, {**handler.initial_state(), **given})
             return out, handler.finish(run)
 
-        try:
-            out, token = _call.call(fun, handler, stream, args, kwargs)
-            if not isinstance(token, _compat.Tracer):
-                jax.block_until_ready(token)  # the token is there once the last callback has returned
-        except Exception:
-            error = deliver.pop_error()
-            if error is not None:
-                raise error from None
-            raise
-        return out
+        return run_with(deliver, lambda: _call.call(fun, handler, transform, args, kwargs, given), wait)
 
-    return tapped
+    return stream
+
+
+def run_with(deliver: HostFunction, call: Callable[[], tuple[Any, Any]], wait: bool = True) -> Any:
+    """The result of `call()`, which also returns the last token; what a callback has raised is raised as it was."""
+    try:
+        out, token = call()
+        if wait and not isinstance(token, _compat.Tracer):
+            jax.block_until_ready(token)  # the token is there once the last callback has returned
+    except Exception:
+        error = deliver.pop_error()
+        if error is not None:
+            raise error from None
+        raise
+    return out
 
 
 class _Identity:
@@ -296,14 +493,15 @@ class _Identity:
 
 # One for each callback, so that a function tapped anew for every call is the same function to JAX's caches, and finds
 # what its callback has raised.
-_deliveries: Any = weakref.WeakValueDictionary()
+_host_functions: Any = weakref.WeakValueDictionary()
 
 
-def _delivery(callback: Callback) -> Delivery:
-    key = _Identity(callback)
-    found = _deliveries.get(key)
+def one_for(callback: Callable[[Any], Any], kind: type[_Kind]) -> _Kind:
+    """The host function of this kind for a callback."""
+    key = (kind, _Identity(callback))
+    found = _host_functions.get(key)
     if found is None:
-        found = _deliveries[key] = Delivery(callback)
+        found = _host_functions[key] = kind(callback)
     return found
 
 
@@ -315,12 +513,12 @@ class _Buffers:
         self.lock = threading.Lock()
 
     @contextlib.contextmanager
-    def lend(self, callback: Callback, size: int, reduce: Any) -> Iterator[BufferedDelivery]:
+    def lend(self, callback: Callback, size: int) -> Iterator[BufferedDelivery]:
         """A buffer that no other call uses meanwhile; one that is compiled into a program is never given back."""
-        key = (_Identity(callback), size, reduce)
+        key = (_Identity(callback), size)
         with self.lock:
             free = self.free.setdefault(key, [])
-            buffer = free.pop() if free else BufferedDelivery(callback, size, reduce)
+            buffer = free.pop() if free else BufferedDelivery(callback, size)
             if len(self.free) > 64:
                 self.free.pop(next(iter(self.free)))
         compiled_in = not _compat.is_evaluating()
@@ -328,7 +526,7 @@ class _Buffers:
             yield buffer
         finally:
             if not compiled_in:
-                buffer.events = []
+                buffer.clear()
                 with self.lock:
                     self.free.setdefault(key, []).append(buffer)
 

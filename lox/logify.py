@@ -35,8 +35,11 @@ class _Key(str):
 
     __slots__ = ()
 
+    def __radd__(self, path: str) -> "_Key":
+        return _Key(str.__add__(path, self))
+
     def __repr__(self) -> str:
-        return repr(self.split(":", 1)[1])
+        return repr(self.rsplit(":", 1)[0])
 
 
 @jax.tree_util.register_pytree_node_class
@@ -60,7 +63,7 @@ class Logs:
         """By name, then by reduction; in the order of logging."""
         result: dict[str, dict[str, Any]] = {}
         for key, value in self._logs.items():
-            reduction, name = key.split(":", 1)
+            name, reduction = key.rsplit(":", 1)
             result.setdefault(name, {})[reduction] = value
         return result
 
@@ -84,7 +87,7 @@ def log(name: str, value: Any, reduction: str = "replace") -> None:
         raise _errors.OptionError(f"there is no reduction {reduction!r}. Choose {_errors.listing(REDUCTIONS)}.")
     if not isinstance(name, str):
         raise _errors.LogTypeError(f"`logify.log` got the name {name!r}: names are strings.")
-    _primitive.log({_Key(f"{reduction}:{name}"): value}, tags=_TAG, reduce=reduction, explicit=True)
+    _primitive.log({_Key(f"{name}:{reduction}"): value}, tags=_TAG, reduce=reduction, explicit=True)
 
 
 def logify(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:

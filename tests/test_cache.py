@@ -205,3 +205,53 @@ def test_outer_jit_of_a_spooled_jitted_function() -> None:
     assert str(jax.jit(spooled)(2.0)[1]) == "{'x': 2.0}"
     assert str(jax.vmap(spooled)(jnp.arange(2.0))[1]) == "{'x': [0.0, 1.0]}"
     assert float(jax.grad(lambda x: spooled(x)[1]["x"] ** 2)(3.0)) == 6.0
+
+
+def scanned(x: Any) -> Any:
+    def step(x: Any, i: Any) -> Any:
+        lox.log({"x": x}, step=i)
+        return x + 1, None
+
+    return lax.scan(step, x, jnp.arange(4))[0]
+
+
+def test_export() -> None:
+    for fun in (lox.spool(scanned), lox.spool(scanned, reduce="mean"), lox.nolog(scanned)):
+        exported = jax.export.export(jax.jit(lambda x, fun=fun: jax.tree.leaves(fun(x))))(jnp.float32(1))
+        again = jax.export.deserialize(exported.serialize())
+        for a, b in zip(again.call(jnp.float32(1)), jax.tree.leaves(fun(jnp.float32(1))), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_the_compilation_cache(tmp_path: Path) -> None:
+    """A program compiled by one process is used by the next, unless it calls back."""
+    script = """
+        import jax, jax.numpy as jnp, lox, sys
+        jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        hits = []
+        jax.monitoring.register_event_listener(lambda name, **kwargs: hits.append(name) if "cache_hits" in name else None)
+
+        def f(x):
+            def step(x, i):
+                lox.log({"x": x}, step=i)
+                return x + 1, None
+            return jax.lax.scan(step, x, jnp.arange(4))[0]
+
+        print(jax.jit(lox.spool(f))(1.0)[1])
+        print(bool(hits))
+        lox.tap(jax.jit(f), print, buffer=2)(1.0)
+        lox.tap(jax.jit(f), print)(1.0)
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    outputs = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, path, tmp_path / "cache"], capture_output=True, text=True, env={**os.environ}, check=True
+        )
+        outputs.append(done.stdout.splitlines())
+    streamed = ["{'x': [1.0, 2.0]}", "{'x': [3.0, 4.0]}", *[f"{{'x': {n}.0}}" for n in range(1, 5)]]
+    assert outputs[0] == ["{'x': [1.0, 2.0, 3.0, 4.0]}", "False", *streamed]
+    assert outputs[1] == ["{'x': [1.0, 2.0, 3.0, 4.0]}", "True", *streamed]

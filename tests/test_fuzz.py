@@ -172,6 +172,25 @@ def thinned(events: list[programs.Event], every: int) -> list[programs.Event]:
     return kept
 
 
+def assert_blocks(received: list[lox.logdict], size: int) -> None:
+    for logs in received:
+        assert all(1 <= n <= size for n in logs.event_counts().values()), logs
+
+
+def check_buffers(fun: Any, x: Any, result: float, events: list[programs.Event], size: int, every: int) -> None:
+    for interval in (None, every):
+        received: list[lox.logdict] = []
+        assert float(jax.jit(lox.tap(fun, received.append, interval=interval, buffer=size))(x)) == result
+        jax.effects_barrier()
+        assert_blocks(received, size)
+        kept = thinned(events, interval or 1)
+        assert_logs(sum(received, lox.logdict()), kept, f"tap(interval={interval}, buffer={size})")
+        # Sums of blocks add up, whatever the blocks are.
+        received = []
+        assert float(lox.tap(fun, received.append, interval=interval, buffer=size, reduce="sum")(x)) == result
+        assert_reduced(sum(received, lox.logdict()).reduce("sum"), kept, "sum", f"tap(interval={interval}, sum)")
+
+
 def plain_form(event: tuple[str, Any]) -> tuple[str, str]:
     key, value = event
     return key, str([np.asarray(leaf).tolist() for leaf in jax.tree.leaves(value)])
@@ -243,10 +262,16 @@ def test_program(seed: int) -> None:
             assert_reduced(pick_lane(logs, n), lane_events, how, f"spool(vmap, reduce), lane {n}")
         _, logs = jax.jit(lox.spool(fun, interval=every, capacity=capacity))(x)
         assert_logs(logs, thinned(events, every), f"interval={every}")
+        _, logs = jax.jit(lox.spool(jax.vmap(fun), interval=every, capacity=3 * MAX_EVENTS if capacity else None))(xs)
+        for n, (_, lane_events) in enumerate(lanes):
+            assert_logs(pick_lane(logs, n), thinned(lane_events, every), f"spool(vmap, interval={every}), lane {n}")
+        check_buffers(fun, x, result, events, size, every)
         received = []
-        assert float(jax.jit(lox.tap(fun, received.append, interval=every, buffer=size))(x)) == result
+        jax.jit(lox.tap(jax.vmap(fun), received.append, buffer=size))(xs)
         jax.effects_barrier()
-        assert_logs(sum(received, lox.logdict()), thinned(events, every), f"tap(interval={every}, buffer={size})")
+        assert_blocks(received, size)
+        for n, (_, lane_events) in enumerate(lanes):
+            assert_logs(pick_lane(sum(received, lox.logdict()), n), lane_events, f"tap(vmap, buffer={size}), lane {n}")
 
     bare = programs.JaxRunner(program, logs=False)
     bare.__name__ = "program"  # type: ignore[attr-defined]

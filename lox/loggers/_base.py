@@ -215,7 +215,7 @@ class Logger:
         @functools.wraps(fun)
         def tapped(*args: Any, **kwargs: Any) -> Any:
             self._pipeline.require_open("tap")
-            return stream(fun, args, kwargs, run)
+            return stream(fun, args, kwargs, run=run)
 
         return tapped
 

@@ -192,6 +192,8 @@ class Pipeline:
         _open_pipelines.pop(id(self), None)
         if self.is_of_this_process:
             self._drain()  # what came meanwhile, from other threads
+            if self._writer is not None:
+                self._writer.stop()
             for run in [run for run in self.runs.values() if run.id not in self.broken]:
                 with self.isolated(f"finishing run {run.name!r}"):
                     self.logger.finish(run)

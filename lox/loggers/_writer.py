@@ -23,6 +23,7 @@ class Writer:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._put = self._done = 0
+        self._stopping = False
         self._pid = os.getpid()
 
     @property
@@ -57,6 +58,12 @@ class Writer:
                     return False
         return True
 
+    def stop(self) -> None:
+        """Let the thread end when its work is done; another job would start a new one."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
     def _start(self) -> None:
         if not self._jobs or (self._thread is not None and self._thread.is_alive()):
             return
@@ -72,8 +79,9 @@ class Writer:
     def _work(self) -> None:
         with self._changed:
             while True:
-                if not self._jobs and not self._changed.wait_for(lambda: self._jobs, _IDLE):
-                    self._thread = None
+                self._changed.wait_for(lambda: self._jobs or self._stopping, _IDLE)
+                if not self._jobs:
+                    self._thread, self._stopping = None, False
                     return
                 self._work_once()
 
