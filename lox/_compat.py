@@ -257,6 +257,11 @@ def has_logs(jaxpr: Any) -> bool:
     return _concerns(jaxpr)[0]
 
 
+def calls_host(jaxpr: Any) -> bool:
+    """Whether running the jaxpr may hand something to the host."""
+    return emit_effect in jaxpr.effects
+
+
 def eqn_has_logs(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether an equation with these parameters contains logs."""
     return any(_concerns(jaxpr)[0] for jaxpr in sub_jaxprs(params))

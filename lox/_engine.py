@@ -15,11 +15,11 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 
-from lox import _compat, _errors
+from lox import _compat, _emit, _errors
 from lox._event import Event, Meta
 from lox._primitive import bind, log_p
 
@@ -87,6 +87,12 @@ class Handler:
         """How to split a loop whose iterations run these jaxprs; None if it stays as it is."""
         del run, jaxprs
         return None
+
+    sees_calls: ClassVar[bool] = False  # whether calls of the host are handed to it too
+
+    def call(self, run: "Run", primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+        """Take a call of the host that can be masked."""
+        raise NotImplementedError
 
     @property
     def in_place(self) -> bool:
@@ -364,7 +370,8 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
     pending: list[Any] = []
     for eqn in _live_equations(run.handler, opened, run.here()):
-        if eqn.primitive is not log_p and not _compat.eqn_concerns(eqn.primitive, eqn.params):
+        called = run.handler.sees_calls and _compat.emit_effect in eqn.effects
+        if eqn.primitive is not log_p and not called and not _compat.eqn_concerns(eqn.primitive, eqn.params):
             pending.append(eqn)
             continue
         if pending:
@@ -375,7 +382,9 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
             if eqn.primitive is log_p:
                 run.take(eqn.params["meta"], values)
                 continue
-            if _compat.is_custom_call(eqn.primitive):
+            if called and eqn.primitive in _emit.MASKABLE:
+                outs = run.handler.call(run, eqn.primitive, eqn.params, values)
+            elif _compat.is_custom_call(eqn.primitive):
                 run.inside = run.here()
                 outs = _rules().custom_call(run, jaxpr, eqn, values)
             else:

@@ -65,7 +65,9 @@ class LaneRecorder(Recorder):
         assert all(x.shape[0] == len(runs) for x in jax.tree.leaves((dict(logs), logs.steps, logs.valid)))
         for lane, run in enumerate(runs):
             for key in logs:
-                valid = logs.valid[key][lane] if key in logs.valid else np.ones(len(jax.tree.leaves(logs[key])[0][0]), bool)
+                valid = (
+                    logs.valid[key][lane] if key in logs.valid else np.ones(len(jax.tree.leaves(logs[key])[0][0]), bool)
+                )
                 for n in np.flatnonzero(valid):
                     steps = {name: of[key][lane, n].item() for name, of in logs.steps.items() if key in of}
                     value = jax.tree.map(lambda x, at=(lane, n): x[at].tolist(), logs[key])

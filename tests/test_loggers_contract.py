@@ -93,7 +93,9 @@ def test_inside_a_scan(case, how, tmp_path):
             return jax.lax.scan(lambda x, _: (getattr(logger, how)(train, state)(x), None), x, None, 2)[0]
 
         assert float(run(logger.init(KEYS[0]), 0.0)) == 6.0
-    both = {key: first + second for (key, first), second in zip(expected(0.0).items(), expected(3.0).values(), strict=True)}
+    both = {
+        key: first + second for (key, first), second in zip(expected(0.0).items(), expected(3.0).values(), strict=True)
+    }
     check(case, logger, {"7": both})
 
 
@@ -256,7 +258,7 @@ def test_errors_do_not_reach_the_program(case, how, tmp_path, monkeypatch):
     logger.close()
     for other in parts_of(logger)[1:]:
         found = {p.stem: p.read_text().count("\n") for p in other.path.glob("*.jsonl")}
-        assert found == {"7": 13 if how == "tap" else 13}
+        assert found == {"7": 13}
 
 
 @case

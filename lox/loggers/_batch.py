@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _arrays, _compat
+from lox import _arrays, _compat, _lanes
 from lox._lanes import Flags, Laned
 from lox._logdict import Layout, logdict
 from lox.loggers._routing import ROUTE
@@ -54,6 +54,37 @@ class Batch:
             dropped={},
         )
         return Batch(self.ids[lanes], picked)
+
+    def by_run(self) -> list["Batch"]:
+        """Batches in which every run has one lane: several lanes of a run become lanes inside of it."""
+        lanes: dict[int, list[int]] = {}
+        for index, number in enumerate(self.ids.tolist()):
+            lanes.setdefault(number, []).append(index)
+        if len(lanes) == len(self.ids):
+            return [self]
+        return [self.select(np.asarray(of))._inside_one_run() for of in lanes.values()]
+
+    def _inside_one_run(self) -> "Batch":
+        if len(self.ids) == 1:
+            return self
+        inside = lambda x: np.moveaxis(x, 0, 1)[None]  # noqa: E731
+        logs = self.logs
+        deeper = {
+            key: layout._replace(
+                flags=tuple((True, *f) for f in layout.flags),
+                ndims=tuple(n + 1 for n in layout.ndims),
+                step_flags=tuple((name, (True, *f)) for name, f in layout.step_flags),
+                valid_flags=(True, *layout.valid_flags) if key in logs.valid else (),
+            )
+            for key, layout in logs._layouts.items()
+        }
+        changed = logs._replace(
+            {key: jax.tree.map(inside, logs[key]) for key in logs},
+            steps={name: {k: inside(x) for k, x in of.items()} for name, of in logs.steps.items()},
+            valid={k: inside(x) for k, x in logs.valid.items()},
+            layouts=deeper,
+        )
+        return Batch(self.ids[:1], changed)
 
     def lane(self, index: int) -> logdict:
         """The events that happened in one lane; keys without any are left out."""
@@ -130,6 +161,10 @@ class _Sorter:
         return Laned(x, tuple(a in axes for a in self.inner_axes))
 
 
+def _numbers_of(flags: Flags) -> list[Any]:
+    return [n for n, flag in enumerate(flags) if flag]
+
+
 def _set(
     logs: logdict, key: str, treedef: Any, values: list[Laned], steps: dict[str, Laned], valid: Laned | None
 ) -> None:
@@ -163,12 +198,12 @@ def from_tap(logs: logdict) -> list[Batch]:
         if layout.events:
             # The same run at every event; where a lane has no event there is a -1.
             route = route.max(0) if len(route) else np.full(route.shape[1:], -1, np.int32)
-        run_axes = [n for n, flag in enumerate(run_flags) if flag]
+        run_axes = _numbers_of(run_flags)
         depth = max([len(run_flags), *(len(f) for f in layout.flags)])
         sorter = _Sorter(run_axes, route.shape, [n for n in range(depth) if n not in run_axes])
 
         def axes(flags: Flags, events: bool = layout.events) -> Axes:
-            return [EVENT] * events + [n for n, flag in enumerate(flags) if flag]
+            return [EVENT] * events + _numbers_of(flags)
 
         leaves, treedef = jax.tree.flatten(logs[key])
         values = [sorter.sort(x, axes(f)) for x, f in zip(leaves, layout.flags, strict=True)]
@@ -234,11 +269,11 @@ class Plan:
         dropped = {key: n for key, n in logs.dropped.items() if isinstance(n, _compat.Tracer)}
         return cls(tuple(plans), tuple(dropped)), [*arrays, *dropped.values()]
 
-    def batch(self, ids: Laned, operands: list[Laned]) -> Batch:
-        """Put them together again on the host."""
+    def batch(self, ids: Laned, where: Laned, operands: list[Laned]) -> Batch:
+        """Put them together again on the host; `where` tells in which lanes they happened."""
         logs = logdict()
-        depth = max([len(ids.flags), *(len(x.flags) for x in operands)])
-        run_axes = [n for n, flag in enumerate(ids.flags) if flag]
+        depth = len(ids.flags)
+        run_axes = _numbers_of(ids.flags)
         rest = iter(operands)
         for plan in self.keys:
             inside = max([len(f) for f in plan.flags])
@@ -247,7 +282,7 @@ class Plan:
             sorter = _Sorter(run_axes, ids.tree.shape, inner)
 
             def sort(x: Laned, flags: Flags, events: bool, outer: int = plan.outer, sorter: _Sorter = sorter) -> Laned:
-                around = [n for n, flag in enumerate(x.flags) if flag]
+                around = _numbers_of(x.flags)
                 own = list(range(depth, depth + outer))
                 lanes = [depth + outer + n for n, flag in enumerate(flags) if flag]
                 return sorter.sort(x.tree, [*around, *own, *([EVENT] if events else []), *lanes])
@@ -255,9 +290,27 @@ class Plan:
             values = [sort(next(rest), f, plan.events) for f in plan.flags]
             steps = {name: sort(next(rest), f, events) for name, f, events in plan.steps}
             valid = sort(next(rest), plan.valid, plan.events) if plan.valid is not None else None
+            if not where.tree.all():
+                shape = (*ids.tree.shape, values[0].tree.shape[1])
+                valid = _both(valid, sorter.sort(where.tree, _numbers_of(where.flags)), shape)
             _set(logs, plan.key, plan.treedef, values, steps, valid)
         logs.dropped = {key: next(rest).tree for key in self.dropped}
-        return Batch(ids.tree.reshape(-1), logs)
+        batch = Batch(ids.tree.reshape(-1), logs)
+        if where.tree.all():
+            return batch
+        around = [n for n in range(depth) if n not in run_axes]
+        happened = _Sorter(run_axes, ids.tree.shape, around).sort(where.tree, _numbers_of(where.flags)).tree
+        return batch.select(happened.any(tuple(range(1, happened.ndim))))
+
+
+def _both(valid: Laned | None, where: Laned, shape: tuple[int, ...]) -> Laned:
+    """Slots that are valid and happened; `where` knows no events."""
+    if valid is None:
+        valid = Laned(np.ones((math.prod(shape[:-1]), shape[-1]), bool), (False,) * len(where.flags))
+    flags = tuple(a or b for a, b in zip(valid.flags, where.flags, strict=True))
+    ndim = 2 + sum(map(bool, flags))
+    masks = [_lanes.expand_to(x, flags, ndim, lead=2) for x in (valid, where)]
+    return Laned(masks[0] & masks[1], flags)
 
 
 def _is_key(x: Any) -> bool:

@@ -62,4 +62,4 @@ def raise_all(owner: str, errors: list[Exception]) -> None:
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise ExceptionGroup(f"{owner} had {len(errors)} errors", errors)
+        raise ExceptionGroup(f"{owner} had {len(errors)} errors, the first of them: {errors[0]}", errors)

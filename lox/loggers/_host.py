@@ -17,10 +17,12 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from lox import _compat
+from lox._emit import MASKABLE
 from lox._lanes import Laned
 
-# (operands, sizes of the lanes, whether the caller waits for it) -> one array of the lanes' shape per result
-Target = Callable[[list[Laned], tuple[int, ...], bool], Sequence[np.ndarray]]
+# (in which lanes it happens, operands, sizes of the lanes, whether the caller waits for it) -> one array of the lanes'
+# shape per result
+Target = Callable[[Laned, list[Laned], tuple[int, ...], bool], Sequence[np.ndarray]]
 
 host_p = _compat.Primitive("lox_host")
 host_p.multiple_results = True
@@ -28,7 +30,8 @@ host_p.multiple_results = True
 
 def call(target: Target, operands: Sequence[Any], results: Sequence[Any] = ()) -> list[Any]:
     """Call `target` on the host when the program gets here; `results` are the dtypes of the numbers it returns."""
-    return host_p.bind(*operands, target=target, flags=((),) * len(operands), lanes=(), results=tuple(results))
+    flags = ((),) * (1 + len(operands))
+    return host_p.bind(np.True_, *operands, target=target, flags=flags, lanes=(), results=tuple(results))
 
 
 @host_p.def_effectful_abstract_eval
@@ -39,7 +42,8 @@ def _abstract_eval(*avals: Any, target: Target, flags: Any, lanes: Any, results:
 
 def _run(arrays: Any, eager: bool, target: Target, flags: Any, lanes: Any, results: Any) -> tuple[np.ndarray, ...]:
     # Copied, because the runtime uses its buffers again.
-    outs = target([Laned(np.array(x), f) for x, f in zip(arrays, flags, strict=True)], lanes, eager)
+    where, *operands = [Laned(np.array(x), f) for x, f in zip(arrays, flags, strict=True)]
+    outs = target(where, operands, lanes, eager)
     return tuple(np.asarray(x, dtype).reshape(lanes) for x, dtype in zip(outs, results, strict=True))
 
 
@@ -64,6 +68,13 @@ def _batch(axis_data: Any, operands: Any, dims: Any, *, flags: Any, lanes: Any, 
 
 
 batching.fancy_primitive_batchers[host_p] = _batch
+
+
+def _masked(mask: Any, where: Any, *operands: Any, **params: Any) -> list[Any]:
+    return host_p.bind(where & mask, *operands, **params)
+
+
+MASKABLE[host_p] = _masked
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:

@@ -71,10 +71,13 @@ class Pipeline:
 
     # --- in callbacks ---
 
-    def begin(self, plan: ConfigPlan, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> Any:
-        """Open a run for every lane; returns their numbers."""
+    def begin(self, plan: ConfigPlan, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
+        """Open a run for every lane that gets here; returns their numbers, -1 for the others."""
         (words, *arrays), numbers = operands, []
         for index in np.ndindex(lanes):
+            if not _pick(where, index):
+                numbers.append(-1)
+                continue
             config = plan.rebuild([_pick(x, index) for x in arrays])
             run = self.new_run(np.asarray(_pick(words, index)), config)
             numbers.append(run.id)
@@ -109,11 +112,12 @@ class Pipeline:
         """Events that `tap` delivers."""
         self.enqueue(lambda: _batch.from_tap(logs))
 
-    def receive(self, plan: _batch.Plan, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> Any:
+    def receive(self, plan: _batch.Plan, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
         """Events that `spool` collected, or that were given to `log`."""
         del lanes, eager
-        ids, *arrays = operands
-        self.enqueue(lambda: [plan.batch(ids, arrays)])
+        if where.tree.any():
+            ids, *arrays = operands
+            self.enqueue(lambda: [plan.batch(ids, where, arrays)])
         return []
 
     def enqueue(self, make: Callable[[], list[Batch]]) -> None:
@@ -149,12 +153,8 @@ class Pipeline:
         usable = np.asarray([self._is_usable(number) for number in batch.ids.tolist()], bool)
         if not usable.all():
             batch = batch.select(usable)
-        ids = batch.ids.tolist()
-        if len(set(ids)) < len(ids):  # one state in several lanes: one after the other
-            for index in range(len(ids)):
-                self._write(batch.select(np.asarray([index])))
-        elif ids and batch.logs:
-            self._write(batch)
+        for part in batch.by_run() if len(batch.ids) and batch.logs else ():
+            self._write(part)
 
     def _is_usable(self, number: int) -> bool:
         if number not in self.runs:
