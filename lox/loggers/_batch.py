@@ -300,7 +300,8 @@ class Plan:
             return batch
         around = [n for n in range(depth) if n not in run_axes]
         happened = _Sorter(run_axes, ids.tree.shape, around).sort(where.tree, _numbers_of(where.flags)).tree
-        return batch.select(happened.any(tuple(range(1, happened.ndim))))
+        # A lane without a run did not get to `init`: so it has no event either.
+        return batch.select((batch.ids >= 0) | happened.any(tuple(range(1, happened.ndim))))
 
 
 def _both(valid: Laned | None, where: Laned, shape: tuple[int, ...]) -> Laned:
