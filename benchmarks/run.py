@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 
 import jax
 from cases import CASES
@@ -30,9 +31,10 @@ def line(row: Row) -> str:
 def use_one_core() -> int:
     """Stay on one core, if the system lets us: work that waits for two measures the neighbours.
 
-    It must happen before the first computation, when JAX starts its threads, which inherit it.
+    It must happen before the first computation, when JAX starts its threads, which inherit it. With a GPU, several
+    threads of the host feed it.
     """
-    if hasattr(os, "sched_setaffinity"):
+    if not shutil.which("nvidia-smi") and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         return 1
     return os.cpu_count() or 1

@@ -149,14 +149,14 @@ def watch(
     ...
     ...     return jax.lax.scan(step, x, jnp.arange(100))
     >>> try:
-    ...     lox.watch(f)(9.0)
+    ...     lox.spool(lox.watch(f))(9.0)
     ... except lox.NonFiniteError as error:
     ...     print(error)
     'x' is inf at step=5.
       logged at ...
 
     All that is added to the program is a check of each value on the device; the host is called only when one fails.
-    The logs flow on as if nothing were around.
+    The logs flow on as if nothing were around: to a `spool` or `tap` outside, or else to the console.
 
     Args:
         fun: Any function of JAX arrays, jitted or not.

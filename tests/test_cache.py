@@ -3,13 +3,21 @@
 import contextlib
 import gc
 import logging
+import os
+import subprocess
+import sys
+import textwrap
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 import lox
 import lox.testing

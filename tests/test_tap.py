@@ -71,7 +71,7 @@ def test_reduce_sends_one_event_at_the_end_or_one_per_buffer(form: str) -> None:
     ]
     assert received(FORMS[form](reduce={"c": "sum"}, buffer=4, prefix="p/", argnames=["c", "d"])) == [
         "{'p/c': [10.0], 'p/d': [2.0, 3.0, 4.0, 5.0]}",
-        "{'p/c': [18.0], 'p/d': [6.0, 7.0, 8.0]}",
+        "{'p/d': [6.0, 7.0, 8.0], 'p/c': [18.0]}",
     ]
 
 
