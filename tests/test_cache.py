@@ -239,7 +239,7 @@ def test_the_compilation_cache(tmp_path: Path) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         hits = []
-        jax.monitoring.register_event_listener(lambda name, **kwargs: hits.append(name) if "cache_hits" in name else None)
+        jax.monitoring.register_event_listener(lambda name, **kwargs: "cache_hits" in name and hits.append(name))
 
         def f(x):
             def step(x, i):

@@ -63,5 +63,3 @@ def test_program(seed: int) -> None:
                 assert float(outs[n]) == result, what
                 wanted = thinned(events, every) if "interval" in what else events
                 assert_logs(logger.of(n), wanted, f"vmap({what}), lane {n}")
-
-

@@ -116,9 +116,9 @@ class Logger:
             A pytree of arrays, for `log`, `spool` and `tap`.
         """
         self._pipeline.require_open("init")
-        words = key_words(key)
+        words, impl = key_words(key)
         plan, arrays = ConfigPlan.of(config)
-        (number,) = _host.call(functools.partial(self._pipeline.begin, plan), [words, *arrays], [np.int32])
+        (number,) = _host.call(functools.partial(self._pipeline.begin, plan, impl), [words, *arrays], [np.int32])
         return LoggerState(number, words)
 
     def log(self, state: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: Any) -> None:

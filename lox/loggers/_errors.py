@@ -18,8 +18,8 @@ class ErrorLog:
         self._errors: dict[tuple[type, str], tuple[Exception, int]] = {}
         self._warned = False
 
-    def add(self, error: BaseException, doing: str) -> None:
-        """Keep an error, with what the logger was doing."""
+    def add(self, error: BaseException, doing: str, quietly: bool = False) -> None:
+        """Keep an error, with what the logger was doing; quietly if it is about to be raised anyway."""
         if not isinstance(error, Exception):  # raised later, it would end the program there
             cause, error = error, LoxError(f"a host method raised {error!r}")
             error.__cause__ = cause
@@ -31,8 +31,8 @@ class ErrorLog:
             if not count and len(self._errors) >= _KEPT:
                 key, first, count = _MORE, *self._errors.get(_MORE, (LoxError("and other errors"), 0))
             self._errors[key] = first, count + 1
-            warned, self._warned = self._warned, True
-        if not warned:
+            warned, self._warned = self._warned, self._warned or not quietly
+        if not (warned or quietly):
             self.warn(
                 f"{self._owner} failed {doing}: {type(error).__name__}: {error}. The program goes on without these "
                 "events; all errors are raised by `flush` and `close`."

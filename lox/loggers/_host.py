@@ -30,8 +30,10 @@ host_p.multiple_results = True
 
 def call(target: Target, operands: Sequence[Any], results: Sequence[Any] = ()) -> list[Any]:
     """Call `target` on the host when the program gets here; `results` are the dtypes of the numbers it returns."""
-    flags = ((),) * (1 + len(operands))
-    return host_p.bind(np.True_, *operands, target=target, flags=flags, lanes=(), results=tuple(results))
+    params = dict(target=target, flags=((),) * (1 + len(operands)), lanes=(), results=tuple(results))
+    if _compat.is_evaluating():  # at once, and NumPy's arrays as they are: JAX would make int32 of an int64
+        return _impl(np.True_, *operands, **params)
+    return host_p.bind(np.True_, *operands, **params)
 
 
 @host_p.def_effectful_abstract_eval
@@ -47,9 +49,11 @@ def _run(arrays: Any, eager: bool, target: Target, flags: Any, lanes: Any, resul
     return tuple(np.asarray(x, dtype).reshape(lanes) for x, dtype in zip(outs, results, strict=True))
 
 
-@host_p.def_impl
 def _impl(*operands: Any, **params: Any) -> list[Any]:
     return [jnp.asarray(x) for x in _run(operands, True, **params)]
+
+
+host_p.def_impl(_impl)
 
 
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:

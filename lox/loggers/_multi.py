@@ -58,7 +58,7 @@ class _FanOut(Pipeline):
     def open(self, run: Run, eager: bool) -> None:
         """A run is one run of each logger, of which any may fail."""
         del eager
-        run.resource = [other.new_run(run.key, dict(run.config)) for other in self._others]
+        run.resource = [other.new_run(run.key, dict(run.config), run.impl) for other in self._others]
         for other, inner in zip(self._others, run.resource, strict=True):
             other.open(inner, eager=False)
         self.runs[run.id] = run

@@ -39,6 +39,7 @@ class Pipeline:
         self.errors = ErrorLog(self.name)
         self.closed = False
         self._lock = threading.RLock()  # held while host methods run
+        self._registering = threading.Lock()
         self._writer: Writer | None = None
         self._targets: dict[Any, Any] = {}
 
@@ -71,7 +72,9 @@ class Pipeline:
 
     # --- in callbacks ---
 
-    def begin(self, plan: ConfigPlan, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
+    def begin(
+        self, plan: ConfigPlan, impl: str | None, where: Laned, operands: list[Laned], lanes: Any, eager: bool
+    ) -> Any:
         """Open a run for every lane that gets here; returns their numbers, -1 for the others."""
         (words, *arrays), numbers = operands, []
         for index in np.ndindex(lanes):
@@ -79,14 +82,14 @@ class Pipeline:
                 numbers.append(-1)
                 continue
             config = plan.rebuild([_pick(x, index) for x in arrays])
-            run = self.new_run(np.asarray(_pick(words, index)), config)
+            run = self.new_run(np.asarray(_pick(words, index)), config, impl)
             numbers.append(run.id)
             self.open(run, eager)
         return [np.asarray(numbers, np.int32)]
 
-    def new_run(self, words: np.ndarray, config: dict[str, Any]) -> Run:
+    def new_run(self, words: np.ndarray, config: dict[str, Any], impl: str | None) -> Run:
         """A run that nobody has opened yet."""
-        return Run(next(_numbers), words, config)
+        return Run(next(_numbers), words, config, impl)
 
     def open(self, run: Run, eager: bool) -> None:
         """Open a run. If the user waits for it, errors are theirs; a compiled program must not see them."""
@@ -102,11 +105,15 @@ class Pipeline:
             self.logger.open(run)
             self.broken.discard(run.id)
 
-    def _register(self) -> None:
-        with self._lock:
-            if self._writer is None:
-                self._writer = Writer(self._process, self.logger.queue_size, f"lox-{self.name}")
-                _open_pipelines[id(self)] = self
+    def _register(self) -> Writer:
+        writer = self._writer
+        if writer is None:
+            with self._registering:
+                if self._writer is None:
+                    self._writer = Writer(self._process, self.logger.queue_size, f"lox-{self.name}")
+                    _open_pipelines[id(self)] = self
+                writer = self._writer
+        return writer
 
     def receive_tap(self, logs: logdict) -> None:
         """Events that `tap` delivers."""
@@ -122,21 +129,21 @@ class Pipeline:
 
     def enqueue(self, make: Callable[[], list[Batch]]) -> None:
         """Queue events for the writer's thread, which is to sort them too: the program waits for this one."""
-        if self.closed or self._writer is None or not self._writer.is_of_this_process:
+        if self.closed or not self.is_of_this_process:
             self.errors.add(_errors.LoxError("events came after the logger was closed: they are lost"), "closed")
             return
-        self._writer.put(make)
+        self._register().put(make)
 
     # --- on the writer's thread ---
 
     @contextlib.contextmanager
-    def isolated(self, doing: str) -> Iterator[None]:
+    def isolated(self, doing: str, quietly: bool = False) -> Iterator[None]:
         """Call host methods: one at a time, and what they raise goes no further."""
         try:
             with self._lock:
                 yield
         except BaseException as error:  # not only Exception: a client that calls sys.exit must not end the thread
-            self.errors.add(error, doing)
+            self.errors.add(error, doing, quietly)
 
     def _process(self, jobs: list[Callable[[], list[Batch]]]) -> None:
         batches: list[Batch] = []
@@ -179,7 +186,7 @@ class Pipeline:
         errors = effects()
         self._drain()
         if not self.closed and self.is_of_this_process:
-            with self.isolated("committing"):
+            with self.isolated("committing", quietly=True):
                 self.logger.commit()
         return errors + self.errors.take()
 
@@ -195,7 +202,7 @@ class Pipeline:
             if self._writer is not None:
                 self._writer.stop()
             for run in [run for run in self.runs.values() if run.id not in self.broken]:
-                with self.isolated(f"finishing run {run.name!r}"):
+                with self.isolated(f"finishing run {run.name!r}", quietly=True):
                     self.logger.finish(run)
         return errors + self.errors.take()
 

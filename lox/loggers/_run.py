@@ -29,24 +29,26 @@ class Run:
     Attributes:
         id: Its number, unique in this process.
         key: The words of its PRNG key.
+        impl: What made the key, such as "threefry2x32"; None for keys of the old style, which do not say.
         name: The key's words as text; a logger that finds the name taken may change it.
         config: What `init` was given, with NumPy arrays and Python numbers.
         resource: Whatever the logger keeps for the run: a file, a client's object.
     """
 
-    def __init__(self, id: int, key: np.ndarray, config: Mapping[str, Any]):
-        self.id, self.key, self.config = id, key, config
-        self.name = run_name(key)
+    def __init__(self, id: int, key: np.ndarray, config: Mapping[str, Any], impl: str | None = None):
+        self.id, self.key, self.config, self.impl = id, key, config, impl
+        self.name = run_name(key, impl)
         self.resource: Any = None
 
     def __repr__(self) -> str:
         return f"<run {self.name!r}>"
 
 
-def key_words(key: Any) -> Any:
-    """The words of one PRNG key, typed or not."""
+def key_words(key: Any) -> tuple[Any, str | None]:
+    """The words of one PRNG key, typed or not, and what made it."""
+    impl = None
     if hasattr(key, "dtype") and _arrays.is_prng_key(key.dtype):
-        words = jax.random.key_data(key)
+        words, impl = jax.random.key_data(key), str(jax.random.key_impl(key))
     elif hasattr(key, "dtype") and key.dtype == np.uint32 and key.ndim:
         words = key
     else:
@@ -58,7 +60,7 @@ def key_words(key: Any) -> Any:
             f"`init` got keys of shape {words.shape[:-1]}: it takes one. "
             "For one run per key, write `jax.vmap(logger.init)(keys)`."
         )
-    return words
+    return words, impl
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
