@@ -183,7 +183,7 @@ class Pipeline:
 
     def settle(self) -> list[Exception]:
         """Wait until everything is written; returns the errors."""
-        errors = effects()
+        errors = effects() if self.is_of_this_process else []  # JAX does not survive a fork
         self._drain()
         if not self.closed and self.is_of_this_process:
             with self.isolated("committing", quietly=True):
