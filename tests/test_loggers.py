@@ -391,6 +391,18 @@ def test_nested_multi_loggers():
     assert a.events == b.events == c.events == {"0": {"x": [({}, 0)]}, "1": {"x": [({}, 1)]}}
 
 
+def test_a_mistake_of_our_own_is_raised_too(monkeypatch):
+    from lox.loggers import _batch
+
+    logger = Recorder()
+    state = logger.init(jax.random.key(0))
+    monkeypatch.setattr(_batch, "sort", lambda jobs: 1 / 0)
+    with pytest.warns(lox.LoxWarning, match="failed handling 1 batches of events"):
+        logger.log(state, {"a": 1})
+        with pytest.raises(ZeroDivisionError):
+            logger.close()
+
+
 # --- the thread ---
 
 

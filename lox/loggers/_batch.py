@@ -6,8 +6,10 @@ Several batches of the same form are joined into one, which is what makes a busy
 """
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -183,6 +185,91 @@ def _set(
         tuple((name, x.flags) for name, x in sorted(steps.items())),
         valid.flags if valid is not None and key in logs.valid else (),
     )
+
+
+# --- jobs: what callbacks leave for the writer's thread -------------------------------------------
+
+Rename = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TapJob:
+    """An event, or a block of events, that `tap` delivered."""
+
+    logs: logdict
+    rename: Rename | None = None  # the runs of another logger for those of this one
+
+    @property
+    def form(self) -> Any:
+        """Single events of equal form come from the same line of a program, for the same runs."""
+        logs = self.logs
+        layouts = [logs._layouts[key] for key in logs]
+        if any(layout.events for layout in layouts):
+            return self
+        route = logs.steps[ROUTE][next(iter(logs))]
+        return (
+            tuple(logs),
+            tuple(map(id, layouts)),
+            tuple(logs.steps),
+            tuple(logs.valid),
+            route.tobytes(),
+            self.rename,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CallJob:
+    """Logs that `spool` or `log` sent."""
+
+    plan: "Plan"
+    ids: Laned
+    where: Laned
+    arrays: list[Laned]
+    rename: Rename | None = None
+
+    @property
+    def form(self) -> Any:
+        """Not to be joined before they are sorted."""
+        return self
+
+
+Job = TapJob | CallJob
+
+
+def sort(jobs: list[Job]) -> Iterator[Callable[[], list[Batch]]]:
+    """How to make batches of jobs, in order. Events of the same form are joined first, which is much cheaper."""
+    for _, group in itertools.groupby(jobs, key=lambda job: job.form):
+        yield functools.partial(_sort_alike, list(group))
+
+
+def _sort_alike(jobs: list[Any]) -> list[Batch]:
+    first = jobs[0]
+    if isinstance(first, CallJob):
+        batches = [first.plan.batch(first.ids, first.where, first.arrays)]
+    else:
+        batches = from_tap(first.logs if len(jobs) == 1 else _stacked([job.logs for job in jobs]))
+    return batches if first.rename is None else [b.with_ids(first.rename(b.ids)) for b in batches]
+
+
+def _stacked(events: list[logdict]) -> logdict:
+    first = events[0]
+    logs = first._replace(
+        {key: jax.tree.map(lambda *xs: np.stack(xs), *[e[key] for e in events]) for key in first},
+        # The keys of an event share their steps and mask: most of the work is done once.
+        steps={name: _shared(of, [e.steps[name] for e in events]) for name, of in first.steps.items()},
+        valid=_shared(first.valid, [e.valid for e in events]),
+    )
+    for key, layout in first._layouts.items():
+        logs._layouts[key] = layout._replace(events=True, ndims=tuple(n + 1 for n in layout.ndims))
+    return logs
+
+
+def _shared(first: dict[str, Any], all_of: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    stacked: dict[int, np.ndarray] = {}
+    for key, x in first.items():
+        if id(x) not in stacked:
+            stacked[id(x)] = np.stack([of[key] for of in all_of])
+    return {key: stacked[id(x)] for key, x in first.items()}
 
 
 # --- from tap ------------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
 """`MultiLogger`: several loggers as one."""
 
-import functools
-from collections.abc import Callable
+import dataclasses
 
 import numpy as np
 
 from lox import _errors
 from lox._logdict import logdict
 from lox.loggers._base import Logger
-from lox.loggers._batch import Batch
+from lox.loggers._batch import Job, Rename
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._run import Run
 
@@ -44,6 +43,10 @@ class MultiLogger(Logger):
 class _FanOut(Pipeline):
     """Hands everything on to the pipelines of other loggers, at once: it has no queue of its own."""
 
+    def __init__(self, logger: Logger):
+        super().__init__(logger)
+        self._renames: dict[tuple[int, Rename | None], Rename] = {}
+
     @property
     def _others(self) -> list[Pipeline]:
         assert isinstance(self.logger, MultiLogger)
@@ -63,18 +66,19 @@ class _FanOut(Pipeline):
             other.open(inner, eager=False)
         self.runs[run.id] = run
 
-    def enqueue(self, make: Callable[[], list[Batch]]) -> None:
-        """Queue events everywhere; they are sorted once."""
-        sort = functools.cache(make)
+    def enqueue(self, job: Job) -> None:
+        """Queue events everywhere."""
         for number, other in enumerate(self._others):
-            other.enqueue(functools.partial(self._for_other, sort, number))
+            other.enqueue(dataclasses.replace(job, rename=self._renaming(number, job.rename)))
 
-    def _for_other(self, sort: Callable[[], list[Batch]], number: int) -> list[Batch]:
-        def theirs(batch: Batch) -> Batch:
-            runs = [self.runs.get(n) for n in batch.ids.tolist()]
-            return batch.with_ids(np.asarray([-1 if run is None else run.resource[number].id for run in runs]))
+    def _renaming(self, number: int, before: Rename | None) -> Rename:
+        """From runs of this logger to those of one inside; always the same function, or events could not be joined."""
 
-        return [theirs(batch) for batch in sort()]
+        def rename(ids: np.ndarray) -> np.ndarray:
+            runs = [self.runs.get(n) for n in (ids if before is None else before(ids)).tolist()]
+            return np.asarray([-1 if run is None else run.resource[number].id for run in runs])
+
+        return self._renames.setdefault((number, before), rename)
 
     def settle(self) -> list[Exception]:
         """All of them."""

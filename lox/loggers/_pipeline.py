@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +18,7 @@ from lox import _errors
 from lox._lanes import Laned
 from lox._logdict import logdict, warn_of_dropped
 from lox.loggers import _batch
-from lox.loggers._batch import Batch
+from lox.loggers._batch import Batch, CallJob, Job, TapJob
 from lox.loggers._errors import ErrorLog, raise_all
 from lox.loggers._run import ConfigPlan, Run
 from lox.loggers._writer import Writer
@@ -117,22 +117,22 @@ class Pipeline:
 
     def receive_tap(self, logs: logdict) -> None:
         """Events that `tap` delivers."""
-        self.enqueue(lambda: _batch.from_tap(logs))
+        self.enqueue(TapJob(logs))
 
     def receive(self, plan: _batch.Plan, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
         """Events that `spool` collected, or that were given to `log`."""
         del lanes, eager
         if where.tree.any():
             ids, *arrays = operands
-            self.enqueue(lambda: [plan.batch(ids, where, arrays)])
+            self.enqueue(CallJob(plan, ids, where, arrays))
         return []
 
-    def enqueue(self, make: Callable[[], list[Batch]]) -> None:
+    def enqueue(self, job: Job) -> None:
         """Queue events for the writer's thread, which is to sort them too: the program waits for this one."""
         if self.closed or not self.is_of_this_process:
             self.errors.add(_errors.LoxError("events came after the logger was closed: they are lost"), "closed")
             return
-        self._register().put(make)
+        self._register().put(job)
 
     # --- on the writer's thread ---
 
@@ -145,9 +145,15 @@ class Pipeline:
         except BaseException as error:  # not only Exception: a client that calls sys.exit must not end the thread
             self.errors.add(error, doing, quietly)
 
-    def _process(self, jobs: list[Callable[[], list[Batch]]]) -> None:
+    def _process(self, jobs: list[Job]) -> None:
+        try:
+            self._sort_and_write(jobs)
+        except BaseException as error:  # nothing may get lost without a word, not by a mistake of ours either
+            self.errors.add(error, f"handling {len(jobs)} batches of events")
+
+    def _sort_and_write(self, jobs: list[Job]) -> None:
         batches: list[Batch] = []
-        for make in jobs:
+        for make in _batch.sort(jobs):
             with self.isolated("sorting events"):
                 made = make()
                 batches += made
