@@ -218,7 +218,7 @@ SCRIPT = """
 import sys, time, jax, jax.numpy as jnp, lox
 mode = sys.argv[1]
 def slow(i):
-    time.sleep(0.02)
+    time.sleep(0.01)
     if i % 20 == 0:
         print(f"<printed {i}>")
     if mode == "raise" and i == 30:

@@ -15,7 +15,7 @@ from test_fuzz import MAX_EVENTS, SEED, assert_logs, program_for, thinned
 import lox
 from lox._logdict import joined
 
-N = int(os.environ.get("LOX_FUZZ_N", 14))
+N = int(os.environ.get("LOX_FUZZ_N", 8))
 LANES = 3
 
 
