@@ -11,7 +11,7 @@ from cases import CASES
 from timing import SCALES, Row
 
 HEADER = ("", "lox", "reference", "", "ratio", "goal", "ok")
-FORMAT = "{:<44} {:>9} {:>9} {:<5} {:>6} {:>7} {:>4}"
+FORMAT = "{:<50} {:>9} {:>9} {:<5} {:>6} {:>7} {:>4}"
 
 
 def line(row: Row) -> str:

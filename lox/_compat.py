@@ -19,6 +19,7 @@ import jax.extend.linear_util as lu
 import numpy as np
 from jax import lax
 from jax._src.core import trace_ctx as _trace_ctx
+from jax._src.dispatch import runtime_tokens as _runtime_tokens
 from jax.experimental import io_callback
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
@@ -666,3 +667,17 @@ def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
     )
     notes[_LAST_CALL] = block, results[0]
     return results[1:]
+
+
+def forget_failed_effects(text: str) -> None:
+    """Let go of what failed with this text, once it has been reported.
+
+    JAX keeps it, and would raise it again to everyone who waits for effects, up to the end of the process.
+    """
+    for tokens in (_runtime_tokens.current_tokens, _runtime_tokens.output_runtime_tokens):
+        for key, token in list(tokens.items()):
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                if text in str(error):
+                    del tokens[key]

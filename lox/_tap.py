@@ -471,6 +471,7 @@ def run_with(deliver: HostFunction, call: Callable[[], tuple[Any, Any]], wait: b
     except Exception:
         error = deliver.pop_error()
         if error is not None:
+            _compat.forget_failed_effects(type(error).__name__)
             raise error from None
         raise
     return out

@@ -131,6 +131,15 @@ def test_an_exception_under_an_outer_jit_keeps_its_message() -> None:
     assert float(lox.spool(scanned)(X)[0]) == 8.0
 
 
+def test_a_failure_on_several_devices_is_reported_once() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("d",))
+    spec = jax.sharding.PartitionSpec("d")
+    sharded = jax.jit(jax.shard_map(lambda x: scanned(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec))
+    with pytest.raises(KeyError, match="no room for"):
+        lox.tap(sharded, raising)(jnp.ones(8))
+    jax.effects_barrier()
+
+
 def test_an_aborted_call_leaves_nothing_in_the_buffer() -> None:
     blocks: list[str] = []
     fail = True
