@@ -23,6 +23,7 @@ Write `lox.log` wherever a value is interesting, and decide outside what becomes
 __version__ = "0.1.0"
 
 from lox import _batching, _differentiation
+from lox import loggers as loggers
 from lox import logify as logify
 from lox import testing as testing
 from lox._errors import LogTypeError as LogTypeError
@@ -39,12 +40,14 @@ from lox._logdict import logdict as logdict
 from lox._nolog import keep as keep
 from lox._nolog import nolog as nolog
 from lox._primitive import log as log
+from lox._progress import progress as progress
 from lox._reduce import Reduction as Reduction
 from lox._scope import scope as scope
 from lox._sink import config as config
 from lox._spool import spool as spool
 from lox._tap import tap as tap
 from lox._watch import watch as watch
+from lox.loggers import Logger as Logger
 
 _batching.install()
 _differentiation.install()

@@ -7,6 +7,8 @@ before JAX's own, and only where something logs.
 * `cond`: the events of the branches become results, which JAX selects like any other; the merged events are then
   logged after it. Branches that log alike stay rectangular, the others get a mask for each lane.
 * `while`: the loop carries which lanes are still running, and every log inside is masked with it.
+
+The same holds for calls of the host, which a `tap` or a logger inside the vmap has put there.
 """
 
 import dataclasses
@@ -20,7 +22,7 @@ from jax import lax
 from jax.extend.core import primitives
 from jax.interpreters import batching
 
-from lox import _compat
+from lox import _compat, _emit
 from lox._engine import Handler, Run, Transformed, interpret, types_of, without_unwanted
 from lox._event import Event, Meta
 from lox._lanes import Laned
@@ -53,7 +55,7 @@ class Slot:
 
     def masked(self, mask: Any) -> "Slot":
         """The same event, under a condition more."""
-        operands, meta = _and_mask(Event.from_operands(self.meta, self.operands), mask).to_operands()
+        operands, meta = Event.from_operands(self.meta, self.operands).masked(mask).to_operands()
         return Slot(operands, meta)
 
 
@@ -79,15 +81,6 @@ class Repeat:
         """The same events, under a condition more."""
         body = jax.vmap(lambda body: [x.masked(mask) for x in body])(self.body)
         return Repeat(body, self.length, self.reverse)
-
-
-def _and_mask(event: Event, mask: Any) -> Event:
-    if event.mask is not None:
-        own = event.mask.tree
-        mask = Laned(own & mask, event.mask.flags)
-    else:
-        mask = Laned(mask, (False,) * len(next(iter(event.values.values()))[0].flags))
-    return event.replace(mask=mask)
 
 
 class _Unbounded(Exception):
@@ -181,9 +174,15 @@ class Remask(Handler):
     def __hash__(self) -> int:
         return hash(Remask)
 
+    sees_calls = True
+
     def event(self, run: Run, event: Event) -> None:
         """Bind it again."""
-        bind(_and_mask(event, run.state.tree))
+        bind(event.masked(run.state.tree))
+
+    def call(self, run: Run, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
+        """Bind it again."""
+        return _emit.MASKABLE[primitive](run.state.tree, *args, **params)
 
 
 def _masked_call(jaxpr: Any, mask: Any, args: Any) -> list[Any]:
@@ -208,10 +207,13 @@ def _vmap(axis_data: Any, fun: Any, dims: Any) -> Any:
 def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
     rule = functools.partial(_batch_cond, axis_data, **params)
     branches = tuple(without_unwanted(branches))
-    if dims[0] is None or not any(map(_compat.has_logs, branches)):
+    calls = any(map(_compat.calls_host, branches))
+    if dims[0] is None or not (calls or any(map(_compat.has_logs, branches))):
         return rule(args, dims, branches=branches)
     types = _compat.in_avals(branches[0])
     try:
+        if calls:  # of a tap or a logger inside the vmap: they cannot be put off until the branches are merged
+            raise _Unbounded
         entries = [Transformed(Record(), branch, (), False, "") for branch in branches]
     except _Unbounded:
         return rule((args[0], *args), (dims[0], *dims), branches=_masked_branches(branches, types))
@@ -254,7 +256,8 @@ def _while_rule(
     counts = dict(cond_nconsts=cond_nconsts, body_nconsts=body_nconsts)
     plain = functools.partial(rule, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)
     masked = bool(_compat.out_avals(cond_jaxpr)[0].shape)  # by an inner vmap: then it knows its lanes already
-    if masked or not (_compat.has_logs(cond_jaxpr) or _compat.has_logs(body_jaxpr)):
+    concerned = any(_compat.has_logs(jaxpr) or _compat.calls_host(jaxpr) for jaxpr in (cond_jaxpr, body_jaxpr))
+    if masked or not concerned:
         return plain()
     trial = _compat.make_jaxpr(
         lambda *xs: rule(xs, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)[0], types_of(list(args))

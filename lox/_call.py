@@ -9,7 +9,7 @@ import numpy as np
 
 from lox import _compat, _engine, _errors, _reduce
 
-Transform = Callable[[Callable[..., Any], Any, Any], Any]
+Transform = Callable[..., Any]  # of a function, its arguments, its keyword arguments, and what else is given
 
 
 def reduce_option(reduce: Any) -> Any:
@@ -41,29 +41,29 @@ _fast: Any = weakref.WeakKeyDictionary()
 _MANY = 64
 
 
-def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwargs: Any) -> Any:
-    """`transform(fun, args, kwargs)`, from the second time on at the speed of jit if `fun` is jitted."""
+def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwargs: Any, *given: Any) -> Any:
+    """`transform(fun, args, kwargs, *given)`, from the second time on at the speed of jit if `fun` is jitted."""
     if not isinstance(fun, _compat.PjitFunction) or not _compat.is_evaluating():
-        return transform(fun, args, kwargs)
+        return transform(fun, args, kwargs, *given)
     treedef = jax.tree.structure((args, kwargs))
     known = _fast.get(fun)
     if known is None:
         known = _fast[fun] = {}
     found = known.get((key, treedef))
     if found:
-        return found(*args, **kwargs)
+        return found(given, *args, **kwargs)
     if found is None:
         if len(known) >= _MANY:
             known.pop(next(iter(known)))  # a callback made anew for every call would fill it
         leaves = jax.tree.leaves((args, kwargs))
         fast = _is_one_jit(_engine.first_bind(fun, args, kwargs), leaves)
         known[key, treedef] = found = _jitted(weakref.ref(fun), transform) if fast else False
-    return found(*args, **kwargs) if found else transform(fun, args, kwargs)
+    return found(given, *args, **kwargs) if found else transform(fun, args, kwargs, *given)
 
 
 def _jitted(fun: Any, transform: Transform) -> Any:
-    def transformed(*args: Any, **kwargs: Any) -> Any:
-        return transform(fun(), args, kwargs)
+    def transformed(given: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return transform(fun(), args, kwargs, *given)
 
     return jax.jit(transformed)
 

@@ -27,6 +27,7 @@ from jax._src.sharding_impls import (
     SdyArrayList,  # pyright: ignore[reportPrivateImportUsage]
     SPMDAxisContext,
 )
+from jax.experimental import io_callback
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import ad, mlir
@@ -262,6 +263,11 @@ def _is_jax_own(call_jaxpr: Any) -> bool:
 def has_logs(jaxpr: Any) -> bool:
     """Whether running the jaxpr may log."""
     return _concerns(jaxpr)[0]
+
+
+def calls_host(jaxpr: Any) -> bool:
+    """Whether running the jaxpr may hand something to the host."""
+    return emit_effect in jaxpr.effects
 
 
 def eqn_has_logs(primitive: Any, params: dict[str, Any]) -> bool:
@@ -691,6 +697,43 @@ def _callback_sharding(kind: str) -> Any:
         sharding.tile_assignment_dimensions = [1]
         sharding.tile_assignment_devices = [0]
     return sharding
+
+
+_LAST_CALL = "lox: the block and the token of the last host call"
+
+
+def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
+    """Emit a host call of `callback(*arrays)`, which returns a tuple of arrays.
+
+    XLA may reorder calls that do not depend on each other, side effects or not. So each takes a token from the one
+    before in the same block, and returns one; the iterations of a loop follow each other anyway. On several devices
+    there is no one order to keep.
+    """
+    if getattr(ctx.module_context.axis_context, "num_devices", None) != 1:
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out]
+
+        def call(*arrays: Any) -> Any:
+            return io_callback(lambda *a: callback(*map(np.asarray, a)), shapes, *arrays)
+
+        return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    block = mlir.ir.InsertionPoint.current.block
+    notes = ctx.module_context.cached_primitive_lowerings  # a dict that lives as long as the module is being made
+    last_block, token = notes.get(_LAST_CALL, (None, None))
+    if last_block is None or last_block != block:
+        token = mlir.ir_constant(np.zeros((), np.int32))
+    token_type = jax.core.ShapedArray((), np.dtype(np.int32))
+    avals_in, avals_out = [token_type, *ctx.avals_in], [token_type, *ctx.avals_out]
+    results, _, _ = mlir.emit_python_callback(
+        ctx.replace(avals_in=avals_in, avals_out=avals_out),
+        lambda token, *arrays: (token, *callback(*arrays)),
+        None,
+        [token, *operands],
+        avals_in,
+        avals_out,
+        has_side_effect=True,
+    )
+    notes[_LAST_CALL] = block, results[0]
+    return results[1:]
 
 
 def forget_failed_effects(text: str) -> None:

@@ -76,6 +76,12 @@ class OneEvent:
         flags = tuple((d is not None, *f) for d, f in zip(dims, self.meta.flags, strict=True))
         return moved, OneEvent(dataclasses.replace(self.meta, flags=flags))
 
+    def masked(self, operands: list[Any], mask: Any) -> tuple[list[Any], "OneEvent"]:
+        """The same under a condition more."""
+        event = Event.from_operands(self.meta, operands).masked(mask)
+        operands, meta = event.to_operands()
+        return operands, OneEvent(meta)
+
     def happened(self, operands: list[Any]) -> Any:
         """Whether it happened in any lane."""
         return jnp.any(operands[-1]) if self.meta.masked else jnp.ones((), bool)
@@ -96,6 +102,15 @@ class Block:
         moved = [x if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(operands, dims, strict=True)]
         mapped = iter([d is not None for d in dims])
         series = map_laned(lambda x, _: Laned(x.tree, (next(mapped), *x.flags)), self._series(moved))
+        leaves, treedef = jax.tree.flatten(series)
+        return leaves, Block(treedef)
+
+    def masked(self, operands: list[Any], mask: Any) -> tuple[list[Any], "Block"]:
+        """The same under a condition more."""
+        series = []
+        for s in self._series(operands):
+            valid = s.valid or Laned(jnp.ones(s.count(), bool))
+            series.append(dataclasses.replace(s, valid=valid.map(lambda v: v & mask)))
         leaves, treedef = jax.tree.flatten(series)
         return leaves, Block(treedef)
 
@@ -222,6 +237,16 @@ def _batch(axis_data: Any, operands: Any, dims: Any, *, packet: Any, **params: A
 
 
 batching.fancy_primitive_batchers[emit_p] = _batch
+
+
+def _masked(mask: Any, token: Any, *operands: Any, packet: Any, **params: Any) -> list[Any]:
+    moved, packet = packet.masked(list(operands), mask)
+    return emit_p.bind(token, *moved, packet=packet, **params)
+
+
+# For every primitive that calls the host: how to bind it such that it counts only where a condition holds. Where lanes
+# disagree about a branch, JAX runs it for all of them.
+MASKABLE: dict[Any, Callable[..., list[Any]]] = {emit_p: _masked}
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:

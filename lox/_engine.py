@@ -15,11 +15,11 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 
-from lox import _compat, _errors
+from lox import _compat, _emit, _errors
 from lox._event import Event, Meta
 from lox._primitive import bind, log_p
 
@@ -92,6 +92,12 @@ class Handler:
         """How to split a loop whose iterations run these jaxprs; None if it stays as it is."""
         del run, jaxprs
         return None
+
+    sees_calls: ClassVar[bool] = False  # whether calls of the host are handed to it too
+
+    def call(self, run: "Run", primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+        """Take a call of the host that can be masked."""
+        raise NotImplementedError
 
     @property
     def in_place(self) -> bool:
@@ -328,10 +334,10 @@ def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], k
 
 
 def run_function(
-    handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], state: Any = None
 ) -> tuple[Any, Run]:
-    """Call `fun`, its logs handed to `handler`."""
-    run = Run(handler, handler.initial_state())
+    """Call `fun`, its logs handed to `handler`, which begins with its initial state if no other is given."""
+    run = Run(handler, handler.initial_state() if state is None else state)
     with _compat.take_current_trace() as parent, _compat.set_current_trace(LogTrace(parent, run)):
         out = fun(*args, **kwargs)
     return out, run
@@ -369,7 +375,8 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
     pending: list[Any] = []
     for eqn in _live_equations(run.handler, opened, run.here()):
-        if eqn.primitive is not log_p and not _compat.eqn_concerns(eqn.primitive, eqn.params):
+        called = run.handler.sees_calls and _compat.emit_effect in eqn.effects
+        if eqn.primitive is not log_p and not called and not _compat.eqn_concerns(eqn.primitive, eqn.params):
             pending.append(eqn)
             continue
         if pending:
@@ -380,7 +387,9 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
             if eqn.primitive is log_p:
                 run.take(eqn.params["meta"], values)
                 continue
-            if _compat.is_custom_call(eqn.primitive):
+            if called and eqn.primitive in _emit.MASKABLE:
+                outs = run.handler.call(run, eqn.primitive, eqn.params, values)
+            elif _compat.is_custom_call(eqn.primitive):
                 run.inside = run.here()
                 outs = _rules().custom_call(run, jaxpr, eqn, values)
             else:

@@ -113,6 +113,12 @@ class Event:
         """The part of the event that concerns these keys."""
         return self.replace(values={k: self.values[k] for k in self.values if k in set(keys)})
 
+    def masked(self, mask: Any) -> "Event":
+        """The same event, under a condition more."""
+        if self.mask is not None:
+            return self.replace(mask=Laned(self.mask.tree & mask, self.mask.flags))
+        return self.replace(mask=Laned(mask, (False,) * len(next(iter(self.values.values()))[0].flags)))
+
     def prefixed(self, prefix: str) -> "Event":
         """The same event under longer names."""
         if not prefix:

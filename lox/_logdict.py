@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lox import _arrays, _compat, _errors, _format, _lanes, _reduce, _series
+from lox import _arrays, _compat, _errors, _format, _frame, _html, _lanes, _reduce, _series
 from lox._lanes import Flags, Laned
 from lox._series import Series, Site
 
@@ -161,6 +161,42 @@ class logdict(dict[str, Any]):
 
     def __str__(self) -> str:
         return _format.compact(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a table of the keys, with their curves."""
+        return _html.to_html(self)
+
+    def to_dataframe(self, form: str = "long") -> Any:
+        """The logs as a pandas `DataFrame`. Only events that happened are in it.
+
+        >>> import jax, jax.numpy as jnp, lox
+        >>> def f(xs):
+        ...     def step(carry, x):
+        ...         lox.log({"x": x, "double": 2 * x}, step=x)
+        ...         return carry, None
+        ...
+        ...     return jax.lax.scan(step, 0, xs)[0]
+        >>> _, logs = lox.spool(f)(jnp.arange(2))
+        >>> print(logs.to_dataframe().to_string())
+              key  event  step  value
+        0       x      0     0      0
+        1       x      1     1      1
+        2  double      0     0      0
+        3  double      1     1      2
+        >>> print(logs.to_dataframe("wide").to_string())
+           step  x  double
+        0     0  0       0
+        1     1  1       2
+
+        Lanes of a `vmap` are told apart by a column `lane` (`lane_0`, `lane_1`, ... if there are several, outermost
+        first); what does not depend on the lane is repeated for each. A pytree has a key per leaf, such as
+        `stats['mean']`. Arrays are kept whole, as objects. A step that an event does not have is missing.
+
+        Args:
+            form: `"long"`: a row per event and key. `"wide"`: a row per lane and steps, with a column for every key;
+                keys without steps go by the number of the event.
+        """
+        return _frame.to_dataframe(self, form)
 
     # --- choosing and renaming ---
 

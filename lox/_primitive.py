@@ -141,7 +141,7 @@ def log(
         if not leaves:
             raise _errors.LogTypeError(f"`lox.log` cannot log {key!r}: {value!r} holds no array.")
         name = prefix + key if prefix else key
-        values[name] = [Laned(_as_array(leaf, f"the value of {key!r}")) for leaf in leaves]
+        values[name] = [Laned(as_array(leaf, f"the value of {key!r}")) for leaf in leaves]
         treedefs[name] = treedef
         reductions[name] = _reduce.resolve(reduce, key)
     if isinstance(reduce, Mapping) and set(reduce) - set(data):
@@ -153,7 +153,7 @@ def log(
         values=values,
         treedefs=treedefs,
         reductions=reductions,
-        steps={name: Laned(_as_step(x, f"step {name!r}")) for name, x in steps.items()},
+        steps={name: Laned(as_step(x, f"step {name!r}")) for name, x in steps.items()},
         weight=None if weight is None else Laned(_as_scalar(weight, "`weight`")),
         mask=None if where is None else Laned(_as_scalar(where, "`where`", bool)),
         tags=frozenset(_select.names("tags", tags)),
@@ -166,7 +166,8 @@ def log(
     return event.as_logdict()
 
 
-def _as_array(x: Any, what: str) -> Any:
+def as_array(x: Any, what: str) -> Any:
+    """An array, or an error that says what is none."""
     if isinstance(x, jax.Array):
         return x
     if isinstance(x, str | bytes) or x is None:
@@ -179,7 +180,8 @@ def _as_array(x: Any, what: str) -> Any:
         ) from error
 
 
-def _as_step(x: Any, what: str) -> Any:
+def as_step(x: Any, what: str) -> Any:
+    """A number that can be a step."""
     step = _as_scalar(x, what)
     # An event without this step has -1 for it, which has to fit.
     small = step.dtype.kind == "b" or (step.dtype.kind == "u" and step.dtype.itemsize < 4)
@@ -187,7 +189,7 @@ def _as_step(x: Any, what: str) -> Any:
 
 
 def _as_scalar(x: Any, what: str, dtype: Any = None) -> Any:
-    array = _as_array(x, what)
+    array = as_array(x, what)
     if array.shape:
         raise _errors.LogTypeError(
             f"`lox.log` got {what} with shape {array.shape}: it must be a single number per event. "

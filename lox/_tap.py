@@ -10,7 +10,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +158,8 @@ class Stream(Handler):
     prefix: str
     buffer: int | None
 
+    waits: ClassVar[bool] = True  # whether a call returns only when the last callback has
+
     def wants(self, meta: Meta, path: str) -> bool:
         """All of them: those not selected still flow on."""
         return True
@@ -196,7 +198,17 @@ class Stream(Handler):
         return dataclasses.replace(self.collect, keep_logs=False)
 
     def _emit(self, run: Run, event: Event) -> None:
-        run.state = {**run.state, "token": _emit.emit(self.deliver, event, run.state["token"])}
+        run.state = {**run.state, "token": _emit.emit(self.deliver, self.leaving(run, event), run.state["token"])}
+
+    def leaving(self, run: Run, event: Event) -> Event:
+        """An event as it leaves for the host."""
+        del run
+        return event
+
+    def series_leaving(self, run: Run, series: Series) -> Series:
+        """Several events of a key as they leave for the host."""
+        del run
+        return series
 
     def _emit_if_due(self, run: Run, event: Event, interval: int) -> None:
         counts, due = dict(run.state["counts"]), []
@@ -215,7 +227,7 @@ class Stream(Handler):
             reductions={**event.reductions, _DUE: None},
             mask=Laned(_lanes.widen(mask, lanes).tree & any_due, lanes.flags),
         )
-        token = _emit.emit(self.deliver, event, run.state["token"], conditional=True)
+        token = _emit.emit(self.deliver, self.leaving(run, event), run.state["token"], conditional=True)
         run.state = {**run.state, "token": token, "counts": counts}
 
     # --- blocks of events ---
@@ -252,7 +264,7 @@ class Stream(Handler):
         if stacked or reduced:
             order = {key: n for n, key in enumerate(run.keys)}
             series = sorted([*stacked, *reduced], key=lambda s: order.get(s.key, len(order)))
-            named = [dataclasses.replace(s, key=self.prefix + s.key) for s in series]
+            named = [self.series_leaving(run, dataclasses.replace(s, key=self.prefix + s.key)) for s in series]
             deliver = AtOnce(self.deliver, frozenset(self.prefix + s.key for s in reduced))
             token = _emit.emit_block(deliver, named, run.state["token"], conditional and not stacked)
             run.state = {**run.state, "token": token}
@@ -407,36 +419,58 @@ def tap(
     Raises:
         OptionError: An option that makes no sense.
     """
+    stream = streaming(Stream, callback, argnames, tags, prefix, interval, reduce, buffer)
+
+    @functools.wraps(fun)
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        return stream(fun, args, kwargs)
+
+    return tapped
+
+
+def streaming(
+    kind: type[Stream],
+    callback: Callback,
+    argnames: str | Iterable[str] | None,
+    tags: str | Iterable[str] | None,
+    prefix: str,
+    interval: int | None,
+    reduce: Any,
+    buffer: int | None,
+) -> Callable[..., Any]:
+    """How `tap` with these options calls a function: `(fun, args, kwargs, **given)`.
+
+    What is `given` becomes part of the state of the handler, whose class is `kind`.
+    """
     if not callable(callback):
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of a logdict.")
     prefix, reduction = _call.prefix_option(prefix), _call.reduce_option(reduce)
     interval, buffer = _call.count_option("interval", interval), _call.count_option("buffer", buffer)
     collect = Collect(Selection.of(argnames, tags), reduction, None, interval, keep_logs=True)
 
-    @functools.wraps(fun)
-    def tapped(*args: Any, **kwargs: Any) -> Any:
+    def stream(fun: Callable[..., Any], args: Any, kwargs: Any, **given: Any) -> Any:
         if buffer is None:
-            return call(one_for(callback, Delivery), args, kwargs)
+            return call(one_for(callback, Delivery), kind.waits, fun, args, kwargs, given)
         with _buffers.lend(callback, buffer) as deliver:
-            return call(deliver, args, kwargs)
+            return call(deliver, True, fun, args, kwargs, given)  # the buffer must be back before it is lent again
 
-    def call(deliver: Delivery, args: Any, kwargs: Any) -> Any:
-        handler = Stream(collect, deliver, prefix, buffer)
+    def call(deliver: Delivery, wait: bool, fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> Any:
+        handler = kind(collect, deliver, prefix, buffer)
 
-        def stream(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-            out, run = _engine.run_function(handler, fun, args, kwargs)
+        def transform(fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> tuple[Any, Any]:
+            out, run = _engine.run_function(handler, fun, args, kwargs, {**handler.initial_state(), **given})
             return out, handler.finish(run)
 
-        return run_with(deliver, lambda: _call.call(fun, handler, stream, args, kwargs))
+        return run_with(deliver, lambda: _call.call(fun, handler, transform, args, kwargs, given), wait)
 
-    return tapped
+    return stream
 
 
-def run_with(deliver: HostFunction, call: Callable[[], tuple[Any, Any]]) -> Any:
+def run_with(deliver: HostFunction, call: Callable[[], tuple[Any, Any]], wait: bool = True) -> Any:
     """The result of `call()`, which also returns the last token; what a callback has raised is raised as it was."""
     try:
         out, token = call()
-        if not isinstance(token, _compat.Tracer):
+        if wait and not isinstance(token, _compat.Tracer):
             jax.block_until_ready(token)  # the token is there once the last callback has returned
     except Exception:
         error = deliver.pop_error()

@@ -1,0 +1,25 @@
+"""Where logs go: files, the console, several places at once.
+
+>>> import jax, jax.numpy as jnp, lox, tempfile
+>>> def train(x):
+...     def step(x, i):
+...         lox.log({"x": x}, step=i)
+...         return x / 2, None
+...
+...     return jax.lax.scan(step, x, jnp.arange(3))[0]
+>>> with lox.loggers.JsonlLogger(tempfile.mkdtemp()) as logger:
+...     state = logger.init(jax.random.key(42))
+...     y = logger.spool(train, state)(8.0)
+>>> print((logger.path / "42.jsonl").read_text(), end="")
+{"step": 0, "x": 8.0}
+{"step": 1, "x": 4.0}
+{"step": 2, "x": 2.0}
+"""
+
+from lox.loggers._base import Logger as Logger
+from lox.loggers._console import ConsoleLogger as ConsoleLogger
+from lox.loggers._csv import CsvLogger as CsvLogger
+from lox.loggers._jsonl import JsonlLogger as JsonlLogger
+from lox.loggers._multi import MultiLogger as MultiLogger
+from lox.loggers._run import LoggerState as LoggerState
+from lox.loggers._run import Run as Run

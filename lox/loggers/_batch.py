@@ -1,0 +1,405 @@
+"""Events of several runs as they come from the device, and as loggers want them.
+
+Arrays arrive with the axes that transformations gave them. A `Batch` has sorted them: all arrays of all keys are
+`(lane, event, *item)`, where a lane is a run; what the program mapped over inside one run stands after the event axis.
+Several batches of the same form are joined into one, which is what makes a busy queue cheap to write.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lox import _arrays, _compat, _lanes
+from lox._lanes import Flags, Laned
+from lox._logdict import Layout, logdict
+from lox.loggers._routing import ROUTE
+
+Axes = list[Any]  # what the leading axes of an array are: EVENT, or the number of a lane; the others are the item's
+EVENT = "event"
+
+
+@dataclasses.dataclass
+class Batch:
+    """Events of `ids`, one run per lane."""
+
+    ids: np.ndarray
+    logs: logdict
+
+    @property
+    def form(self) -> Any:
+        """Batches of equal form can be joined."""
+        logs = self.logs
+        forms: list[Any] = [self.ids.tobytes()]
+        for key in logs:
+            arrays = [*jax.tree.leaves(logs[key]), *(of[key] for of in logs.steps.values() if key in of)]
+            forms += [key, jax.tree.structure(logs[key]), logs._layouts[key], key in logs.valid]
+            forms += [(x.shape[2:], x.dtype) for x in arrays]
+        return forms
+
+    def with_ids(self, ids: np.ndarray) -> "Batch":
+        """The same events for other runs."""
+        return dataclasses.replace(self, ids=ids)
+
+    def select(self, lanes: np.ndarray) -> "Batch":
+        """Some of the lanes."""
+        logs = self.logs
+        picked = logs._replace(
+            {key: jax.tree.map(lambda x: x[lanes], logs[key]) for key in logs},
+            steps={name: {k: x[lanes] for k, x in of.items()} for name, of in logs.steps.items()},
+            valid={k: x[lanes] for k, x in logs.valid.items()},
+            dropped={},
+        )
+        return Batch(self.ids[lanes], picked)
+
+    def by_run(self) -> list["Batch"]:
+        """Batches in which every run has one lane: several lanes of a run become lanes inside of it."""
+        lanes: dict[int, list[int]] = {}
+        for index, number in enumerate(self.ids.tolist()):
+            lanes.setdefault(number, []).append(index)
+        if len(lanes) == len(self.ids):
+            return [self]
+        return [self.select(np.asarray(of))._inside_one_run() for of in lanes.values()]
+
+    def _inside_one_run(self) -> "Batch":
+        if len(self.ids) == 1:
+            return self
+        inside = lambda x: np.moveaxis(x, 0, 1)[None]  # noqa: E731
+        logs = self.logs
+        deeper = {
+            key: layout._replace(
+                flags=tuple((True, *f) for f in layout.flags),
+                ndims=tuple(n + 1 for n in layout.ndims),
+                step_flags=tuple((name, (True, *f)) for name, f in layout.step_flags),
+                valid_flags=(True, *layout.valid_flags) if key in logs.valid else (),
+            )
+            for key, layout in logs._layouts.items()
+        }
+        changed = logs._replace(
+            {key: jax.tree.map(inside, logs[key]) for key in logs},
+            steps={name: {k: inside(x) for k, x in of.items()} for name, of in logs.steps.items()},
+            valid={k: inside(x) for k, x in logs.valid.items()},
+            layouts=deeper,
+        )
+        return Batch(self.ids[:1], changed)
+
+    def lane(self, index: int) -> logdict:
+        """The events that happened in one lane; keys without any are left out."""
+        logs, lane = self.logs, logdict()
+        for key in logs:
+            leaves, treedef = jax.tree.flatten(logs[key])
+            keep: Any = slice(None)
+            valid = logs.valid[key][index] if key in logs.valid else None
+            if valid is not None:
+                happened = valid.any(tuple(range(1, valid.ndim)))
+                if not happened.any():
+                    continue
+                keep = slice(None) if happened.all() else happened
+                if not valid[keep].all():  # some lanes inside the run have no event: only the mask can tell
+                    lane.valid[key] = valid[keep]
+            elif not leaves[0].shape[1]:
+                continue
+            lane[key] = jax.tree.unflatten(treedef, [x[index][keep] for x in leaves])
+            for name, of in logs.steps.items():
+                if key in of:
+                    lane.steps.setdefault(name, {})[key] = of[key][index][keep]
+            lane._layouts[key] = logs._layouts[key]
+        return lane
+
+
+def joined(batches: Sequence[Batch]) -> Iterator[Batch]:
+    """The same events in fewer batches; neighbours only, so that their order stays."""
+    group: list[Batch] = []
+    form: Any = None
+    for batch in batches:
+        if group and batch.form != form:
+            yield _concatenate(group)
+            group = []
+        if not group:
+            form = batch.form
+        group.append(batch)
+    if group:
+        yield _concatenate(group)
+
+
+def _concatenate(group: list[Batch]) -> Batch:
+    if len(group) == 1:
+        return group[0]
+    first = group[0].logs
+
+    def join(arrays: Iterable[np.ndarray]) -> np.ndarray:
+        return np.concatenate(list(arrays), axis=1)
+
+    logs = first._replace(
+        {key: jax.tree.map(lambda *xs: join(xs), *[b.logs[key] for b in group]) for key in first},
+        steps={
+            name: {key: join(b.logs.steps[name][key] for b in group) for key in of} for name, of in first.steps.items()
+        },
+        valid={key: join(b.logs.valid[key] for b in group) for key in first.valid},
+        dropped={},
+    )
+    return Batch(group[0].ids, logs)
+
+
+class _Sorter:
+    """Brings the arrays of one key into order: `(lane, event, *lanes inside the run, *item)`."""
+
+    def __init__(self, run_axes: Axes, run_sizes: tuple[int, ...], inner_axes: Axes):
+        self.run_axes, self.run_sizes, self.inner_axes = run_axes, run_sizes, inner_axes
+
+    def sort(self, x: Any, axes: Axes) -> Laned:
+        x = np.asarray(x)
+        front = [*self.run_axes, EVENT]
+        order = [axes.index(a) for a in [*front, *self.inner_axes] if a in axes]
+        x = x.transpose([*order, *range(len(axes), x.ndim)])
+        x = x[tuple(slice(None) if a in axes else None for a in front)]
+        rest = x.shape[len(self.run_sizes) :]
+        x = np.broadcast_to(x, (*self.run_sizes, *rest)).reshape((math.prod(self.run_sizes), *rest))
+        return Laned(x, tuple(a in axes for a in self.inner_axes))
+
+
+def _numbers_of(flags: Flags) -> list[Any]:
+    return [n for n, flag in enumerate(flags) if flag]
+
+
+def _set(
+    logs: logdict, key: str, treedef: Any, values: list[Laned], steps: dict[str, Laned], valid: Laned | None
+) -> None:
+    logs[key] = jax.tree.unflatten(treedef, [x.tree for x in values])
+    events = values[0].tree.shape[:2]
+    for name, x in steps.items():
+        if x.tree.shape[1] != events[1]:  # one step for all events
+            x = Laned(np.broadcast_to(x.tree, (*events, *x.tree.shape[2:])), x.flags)
+        logs.steps.setdefault(name, {})[key] = x.tree
+    if valid is not None and not valid.tree.all():
+        logs.valid[key] = valid.tree
+    logs._layouts[key] = Layout(
+        True,
+        tuple(x.flags for x in values),
+        tuple(x.tree.ndim - 1 for x in values),
+        tuple((name, x.flags) for name, x in sorted(steps.items())),
+        valid.flags if valid is not None and key in logs.valid else (),
+    )
+
+
+# --- jobs: what callbacks leave for the writer's thread -------------------------------------------
+
+Rename = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TapJob:
+    """An event, or a block of events, that `tap` delivered."""
+
+    logs: logdict
+    rename: Rename | None = None  # the runs of another logger for those of this one
+
+    @property
+    def form(self) -> Any:
+        """Single events of equal form come from the same line of a program, for the same runs."""
+        logs = self.logs
+        layouts = [logs._layouts[key] for key in logs]
+        if any(layout.events for layout in layouts):
+            return self
+        route = logs.steps[ROUTE][next(iter(logs))]
+        return (
+            tuple(logs),
+            tuple(map(id, layouts)),
+            tuple(logs.steps),
+            tuple(logs.valid),
+            route.tobytes(),
+            self.rename,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CallJob:
+    """Logs that `spool` or `log` sent."""
+
+    plan: "Plan"
+    ids: Laned
+    where: Laned
+    arrays: list[Laned]
+    rename: Rename | None = None
+
+    @property
+    def form(self) -> Any:
+        """Not to be joined before they are sorted."""
+        return self
+
+
+Job = TapJob | CallJob
+
+
+def sort(jobs: list[Job]) -> Iterator[Callable[[], list[Batch]]]:
+    """How to make batches of jobs, in order. Events of the same form are joined first, which is much cheaper."""
+    for _, group in itertools.groupby(jobs, key=lambda job: job.form):
+        yield functools.partial(_sort_alike, list(group))
+
+
+def _sort_alike(jobs: list[Any]) -> list[Batch]:
+    first = jobs[0]
+    if isinstance(first, CallJob):
+        batches = [first.plan.batch(first.ids, first.where, first.arrays)]
+    else:
+        batches = from_tap(first.logs if len(jobs) == 1 else _stacked([job.logs for job in jobs]))
+    return batches if first.rename is None else [b.with_ids(first.rename(b.ids)) for b in batches]
+
+
+def _stacked(events: list[logdict]) -> logdict:
+    first = events[0]
+    logs = first._replace(
+        {key: jax.tree.map(lambda *xs: np.stack(xs), *[e[key] for e in events]) for key in first},
+        # The keys of an event share their steps and mask: most of the work is done once.
+        steps={name: _shared(of, [e.steps[name] for e in events]) for name, of in first.steps.items()},
+        valid=_shared(first.valid, [e.valid for e in events]),
+    )
+    for key, layout in first._layouts.items():
+        logs._layouts[key] = layout._replace(events=True, ndims=tuple(n + 1 for n in layout.ndims))
+    return logs
+
+
+def _shared(first: dict[str, Any], all_of: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    stacked: dict[int, np.ndarray] = {}
+    for key, x in first.items():
+        if id(x) not in stacked:
+            stacked[id(x)] = np.stack([of[key] for of in all_of])
+    return {key: stacked[id(x)] for key, x in first.items()}
+
+
+# --- from tap ------------------------------------------------------------------------------------
+
+
+def from_tap(logs: logdict) -> list[Batch]:
+    """What `tap` delivered. All lanes stand together, those of the runs and those inside of them."""
+    batches: list[Batch] = []
+    for key in logs:
+        layout = logs._layouts[key]
+        flags = dict(layout.step_flags)
+        route, run_flags = np.asarray(logs.steps[ROUTE][key]), flags[ROUTE]
+        if layout.events:
+            # The same run at every event; where a lane has no event there is a -1.
+            route = route.max(0) if len(route) else np.full(route.shape[1:], -1, np.int32)
+        run_axes = _numbers_of(run_flags)
+        depth = max([len(run_flags), *(len(f) for f in layout.flags)])
+        sorter = _Sorter(run_axes, route.shape, [n for n in range(depth) if n not in run_axes])
+
+        def axes(flags: Flags, events: bool = layout.events) -> Axes:
+            return [EVENT] * events + _numbers_of(flags)
+
+        leaves, treedef = jax.tree.flatten(logs[key])
+        values = [sorter.sort(x, axes(f)) for x, f in zip(leaves, layout.flags, strict=True)]
+        steps = {
+            name: sorter.sort(of[key], axes(flags[name]))
+            for name, of in logs.steps.items()
+            if key in of and name != ROUTE
+        }
+        valid = sorter.sort(logs.valid[key], axes(layout.valid_flags)) if key in logs.valid else None
+        ids = route.reshape(-1)
+        # Keys that were logged together share their run; a key of a buffer that some lanes never logged does not.
+        batch = next((b for b in batches if np.array_equal(b.ids, ids)), None)
+        if batch is None:
+            batch = Batch(ids, logdict())
+            batches.append(batch)
+        _set(batch.logs, key, treedef, values, steps, valid)
+    return [b if (b.ids >= 0).all() else b.select(b.ids >= 0) for b in batches]
+
+
+# --- from spool and log --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeyPlan:
+    """What the arrays of one key are, as far as the program knows: axes added by `vmap` come in front."""
+
+    key: str
+    treedef: Any
+    outer: int
+    events: bool
+    flags: tuple[Flags, ...]
+    steps: tuple[tuple[str, Flags, bool], ...]  # name, lanes, whether it has the event axis
+    valid: Flags | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How to make a batch of the operands of one host call."""
+
+    keys: tuple[_KeyPlan, ...]
+    dropped: tuple[str, ...]
+
+    @classmethod
+    def of(cls, logs: logdict) -> tuple["Plan", list[Any]]:
+        """The plan for these logs, and their arrays."""
+        plans, arrays = [], []
+        for key in logs:
+            layout = logs._layout(key)
+            leaves, treedef = jax.tree.flatten(logs[key])
+            flags = dict(layout.step_flags)
+            outer = logs._outer(key)
+            steps = tuple(
+                (name, flags.get(name, ()), layout.events and np.ndim(of[key]) > outer)
+                for name, of in logs.steps.items()
+                if key in of
+            )
+            valid = layout.valid_flags if key in logs.valid else None
+            plans.append(_KeyPlan(key, treedef, outer, layout.events, layout.flags, steps, valid))
+            arrays += [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
+            arrays += [logs.steps[name][key] for name, _, _ in steps]
+            arrays += [logs.valid[key]] if valid is not None else []
+        # Logs that are there already have been complained about by `lox.spool`.
+        dropped = {key: n for key, n in logs.dropped.items() if isinstance(n, _compat.Tracer)}
+        return cls(tuple(plans), tuple(dropped)), [*arrays, *dropped.values()]
+
+    def batch(self, ids: Laned, where: Laned, operands: list[Laned]) -> Batch:
+        """Put them together again on the host; `where` tells in which lanes they happened."""
+        logs = logdict()
+        depth = len(ids.flags)
+        run_axes = _numbers_of(ids.flags)
+        rest = iter(operands)
+        for plan in self.keys:
+            inside = max([len(f) for f in plan.flags])
+            # Lanes are numbered from the outermost on: of vmaps around, of vmaps of the logs as a whole, inside.
+            inner = [n for n in range(depth + plan.outer + inside) if n not in run_axes]
+            sorter = _Sorter(run_axes, ids.tree.shape, inner)
+
+            def sort(x: Laned, flags: Flags, events: bool, outer: int = plan.outer, sorter: _Sorter = sorter) -> Laned:
+                around = _numbers_of(x.flags)
+                own = list(range(depth, depth + outer))
+                lanes = [depth + outer + n for n, flag in enumerate(flags) if flag]
+                return sorter.sort(x.tree, [*around, *own, *([EVENT] if events else []), *lanes])
+
+            values = [sort(next(rest), f, plan.events) for f in plan.flags]
+            steps = {name: sort(next(rest), f, events) for name, f, events in plan.steps}
+            valid = sort(next(rest), plan.valid, plan.events) if plan.valid is not None else None
+            if not where.tree.all():
+                shape = (*ids.tree.shape, values[0].tree.shape[1])
+                valid = _both(valid, sorter.sort(where.tree, _numbers_of(where.flags)), shape)
+            _set(logs, plan.key, plan.treedef, values, steps, valid)
+        logs.dropped = {key: next(rest).tree for key in self.dropped}
+        batch = Batch(ids.tree.reshape(-1), logs)
+        if where.tree.all():
+            return batch
+        around = [n for n in range(depth) if n not in run_axes]
+        happened = _Sorter(run_axes, ids.tree.shape, around).sort(where.tree, _numbers_of(where.flags)).tree
+        # A lane without a run did not get to `init`: so it has no event either.
+        return batch.select((batch.ids >= 0) | happened.any(tuple(range(1, happened.ndim))))
+
+
+def _both(valid: Laned | None, where: Laned, shape: tuple[int, ...]) -> Laned:
+    """Slots that are valid and happened; `where` knows no events."""
+    if valid is None:
+        valid = Laned(np.ones((math.prod(shape[:-1]), shape[-1]), bool), (False,) * len(where.flags))
+    flags = tuple(a or b for a, b in zip(valid.flags, where.flags, strict=True))
+    ndim = 2 + sum(map(bool, flags))
+    masks = [_lanes.expand_to(x, flags, ndim, lead=2) for x in (valid, where)]
+    return Laned(masks[0] & masks[1], flags)
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and _arrays.is_prng_key(x.dtype)

@@ -1,0 +1,65 @@
+"""What goes wrong on the host while a program runs: told at once, raised when somebody can catch it."""
+
+import threading
+import warnings
+
+from lox._errors import LoxError, LoxWarning
+
+_KEPT = 32  # errors that are kept apart, so that a disk that is full for hours does not fill memory too
+_MORE = (LoxError, "")
+
+
+class ErrorLog:
+    """Collects exceptions from several threads. The first one is also a warning, so that it is known in time."""
+
+    def __init__(self, owner: str):
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._errors: dict[tuple[type, str], tuple[Exception, int]] = {}
+        self._warned = False
+
+    def add(self, error: BaseException, doing: str, quietly: bool = False) -> None:
+        """Keep an error, with what the logger was doing; quietly if it is about to be raised anyway."""
+        if not isinstance(error, Exception):  # raised later, it would end the program there
+            cause, error = error, LoxError(f"a host method raised {error!r}")
+            error.__cause__ = cause
+        with self._lock:
+            key = (type(error), str(error))
+            first, count = self._errors.get(key, (error, 0))
+            if not count:
+                error.add_note(f"{self._owner} was {doing}.")
+            if not count and len(self._errors) >= _KEPT:
+                key, first, count = _MORE, *self._errors.get(_MORE, (LoxError("and other errors"), 0))
+            self._errors[key] = first, count + 1
+            warned, self._warned = self._warned, self._warned or not quietly
+        if not (warned or quietly):
+            self.warn(
+                f"{self._owner} failed {doing}: {type(error).__name__}: {error}. The program goes on without these "
+                "events; all errors are raised by `flush` and `close`."
+            )
+
+    def warn(self, message: str) -> None:
+        """Warn, from whatever thread this is. A warning that was turned into an error is kept like any other."""
+        try:
+            warnings.warn(message, LoxWarning, stacklevel=2)
+        except LoxWarning as warning:
+            with self._lock:
+                self._errors.setdefault((LoxWarning, message), (warning, 1))
+
+    def take(self) -> list[Exception]:
+        """The errors since the last time."""
+        with self._lock:
+            errors, self._errors = self._errors, {}
+            self._warned = False
+        for error, count in errors.values():
+            if count > 1:
+                error.add_note(f"This happened {count} times.")
+        return [error for error, _ in errors.values()]
+
+
+def raise_all(owner: str, errors: list[Exception]) -> None:
+    """Raise the error, or all of them as a group."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ExceptionGroup(f"{owner} had {len(errors)} errors, the first of them: {errors[0]}", errors)

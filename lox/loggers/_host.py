@@ -1,0 +1,92 @@
+"""Host calls that return something and know their lanes.
+
+`host_p` calls a Python function with NumPy arrays. Under `vmap` there is still one call: the function gets the arrays
+of all lanes, told which of them have the lane axis, and returns one number per lane. It is never dropped, repeated or
+merged with another one, so that initialising two runs gives two runs.
+
+Not `io_callback`, which calls once per lane under `vmap` and twenty times slower; not `pure_callback`, which may be
+merged and dropped.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir
+
+from lox import _compat
+from lox._emit import MASKABLE
+from lox._lanes import Laned
+
+# (in which lanes it happens, operands, sizes of the lanes, whether the caller waits for it) -> one array of the lanes'
+# shape per result
+Target = Callable[[Laned, list[Laned], tuple[int, ...], bool], Sequence[np.ndarray]]
+
+host_p = _compat.Primitive("lox_host")
+host_p.multiple_results = True
+
+
+def call(target: Target, operands: Sequence[Any], results: Sequence[Any] = ()) -> list[Any]:
+    """Call `target` on the host when the program gets here; `results` are the dtypes of the numbers it returns."""
+    params = dict(target=target, flags=((),) * (1 + len(operands)), lanes=(), results=tuple(results))
+    if _compat.is_evaluating():  # at once, and NumPy's arrays as they are: JAX would make int32 of an int64
+        return _impl(np.True_, *operands, **params)
+    return host_p.bind(np.True_, *operands, **params)
+
+
+@host_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, target: Target, flags: Any, lanes: Any, results: Any) -> Any:
+    del avals, target, flags
+    return [_compat.array_type(lanes, np.dtype(dtype)) for dtype in results], {_compat.emit_effect}
+
+
+def _run(arrays: Any, eager: bool, target: Target, flags: Any, lanes: Any, results: Any) -> tuple[np.ndarray, ...]:
+    # Copied, because the runtime uses its buffers again.
+    where, *operands = [Laned(np.array(x), f) for x, f in zip(arrays, flags, strict=True)]
+    outs = target(where, operands, lanes, eager)
+    return tuple(np.asarray(x, dtype).reshape(lanes) for x, dtype in zip(outs, results, strict=True))
+
+
+def _impl(*operands: Any, **params: Any) -> list[Any]:
+    return [jnp.asarray(x) for x in _run(operands, True, **params)]
+
+
+host_p.def_impl(_impl)
+
+
+def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    return _compat.lower_host_call(ctx, lambda *arrays: _run(arrays, False, **params), *operands)
+
+
+# Not cacheable: a lowering that is used twice could not pass the token on.
+mlir.register_lowering(host_p, _lower, cacheable=False)
+
+
+def _batch(axis_data: Any, operands: Any, dims: Any, *, flags: Any, lanes: Any, results: Any, **params: Any) -> Any:
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    flags = tuple((d is not None, *f) for d, f in zip(dims, flags, strict=True))
+    outs = host_p.bind(*moved, flags=flags, lanes=(axis_data.size, *lanes), results=results, **params)
+    return outs, [0] * len(results)
+
+
+batching.fancy_primitive_batchers[host_p] = _batch
+
+
+def _masked(mask: Any, where: Any, *operands: Any, **params: Any) -> list[Any]:
+    return host_p.bind(where & mask, *operands, **params)
+
+
+MASKABLE[host_p] = _masked
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    del tangents
+    outs = host_p.bind(*primals, **params)
+    return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+
+
+ad.primitive_jvps[host_p] = _jvp
+_compat.keep_in_loop(host_p)
+_compat.run_in_forward_pass(host_p)

@@ -1,0 +1,90 @@
+"""`MultiLogger`: several loggers as one."""
+
+import dataclasses
+
+import numpy as np
+
+from lox import _errors
+from lox._logdict import logdict
+from lox.loggers._base import Logger
+from lox.loggers._batch import Job, Rename
+from lox.loggers._pipeline import Pipeline
+from lox.loggers._run import Run
+
+
+class MultiLogger(Logger):
+    """Writes every event to several loggers, from one host call.
+
+    >>> import jax, lox, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> with lox.loggers.MultiLogger(lox.loggers.CsvLogger(folder), lox.loggers.JsonlLogger(folder)) as logger:
+    ...     state = logger.init(jax.random.key(0))
+    ...     logger.log(state, {"loss": 0.5})
+
+    Each has its own queue and thread, so that a slow one does not hold up the others until its queue is full; one that
+    fails does not stop the others, not even if it cannot open a run: what went wrong is raised by `flush` and `close`.
+    Closing it closes them all.
+    """
+
+    def __init__(self, *loggers: Logger):
+        for logger in loggers:
+            if not isinstance(logger, Logger):
+                raise _errors.LogTypeError(f"`MultiLogger` takes loggers, not {logger!r}.")
+        self.loggers = loggers
+
+    def _make_pipeline(self) -> Pipeline:
+        return _FanOut(self)
+
+    def write(self, run: Run, logs: logdict) -> None:
+        """Never called: events go straight to the queues of the loggers."""
+        raise AssertionError
+
+
+class _FanOut(Pipeline):
+    """Hands everything on to the pipelines of other loggers, at once: it has no queue of its own."""
+
+    def __init__(self, logger: Logger):
+        super().__init__(logger)
+        self._renames: dict[tuple[int, Rename | None], Rename] = {}
+
+    @property
+    def _others(self) -> list[Pipeline]:
+        assert isinstance(self.logger, MultiLogger)
+        return [logger._pipeline for logger in self.logger.loggers]
+
+    def require_open(self, what: str) -> None:
+        """One closed logger is an error: its events would be missing."""
+        super().require_open(what)
+        for other in self._others:
+            other.require_open(what)
+
+    def open(self, run: Run, eager: bool) -> None:
+        """A run is one run of each logger, of which any may fail."""
+        del eager
+        run.resource = [other.new_run(run.key, dict(run.config), run.impl) for other in self._others]
+        for other, inner in zip(self._others, run.resource, strict=True):
+            other.open(inner, eager=False)
+        self.runs[run.id] = run
+
+    def enqueue(self, job: Job) -> None:
+        """Queue events everywhere."""
+        for number, other in enumerate(self._others):
+            other.enqueue(dataclasses.replace(job, rename=self._renaming(number, job.rename)))
+
+    def _renaming(self, number: int, before: Rename | None) -> Rename:
+        """From runs of this logger to those of one inside; always the same function, or events could not be joined."""
+
+        def rename(ids: np.ndarray) -> np.ndarray:
+            runs = [self.runs.get(n) for n in (ids if before is None else before(ids)).tolist()]
+            return np.asarray([-1 if run is None else run.resource[number].id for run in runs])
+
+        return self._renames.setdefault((number, before), rename)
+
+    def settle(self) -> list[Exception]:
+        """All of them."""
+        return [error for other in self._others for error in other.settle()] + self.errors.take()
+
+    def shut(self) -> list[Exception]:
+        """All of them."""
+        self.closed = True
+        return [error for other in self._others for error in other.shut()] + self.errors.take()

@@ -1,0 +1,241 @@
+"""The host half of a logger: which runs there are, the queue of their events, and what went wrong.
+
+Everything here runs outside of JAX: in callbacks, on the writer's thread, or where the user waits.
+"""
+
+import atexit
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from lox import _errors
+from lox._lanes import Laned
+from lox._logdict import logdict, warn_of_dropped
+from lox.loggers import _batch
+from lox.loggers._batch import Batch, CallJob, Job, TapJob
+from lox.loggers._errors import ErrorLog, raise_all
+from lox.loggers._run import ConfigPlan, Run
+from lox.loggers._writer import Writer
+
+if TYPE_CHECKING:
+    from lox.loggers._base import Logger
+
+_numbers = itertools.count()  # of runs, in this process: no two loggers share one
+
+
+class Pipeline:
+    """Takes events to the host methods of its logger."""
+
+    def __init__(self, logger: "Logger"):
+        self.logger, self.name = logger, type(logger).__name__
+        self.runs: dict[int, Run] = {}
+        self.broken: set[int] = set()  # runs that could not be opened
+        self.errors = ErrorLog(self.name)
+        self.closed = False
+        self._lock = threading.RLock()  # held while host methods run
+        self._registering = threading.Lock()
+        self._writer: Writer | None = None
+        self._targets: dict[Any, Any] = {}
+
+    # --- for programs ---
+
+    def require_open(self, what: str) -> None:
+        """Complain if the logger cannot be used any more."""
+        if self.closed:
+            raise _errors.LoxError(f"`{what}`: this {self.name} is closed. Make a new one.")
+        if not self.is_of_this_process:
+            raise _errors.LoxError(
+                f"`{what}`: this {self.name} belongs to the process that this one was forked from. Make a new one here."
+            )
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process, and not the one it was forked from, uses the logger."""
+        return self._writer is None or self._writer.is_of_this_process
+
+    def unknown(self, number: int) -> _errors.LoxError:
+        """For a run that is not one of this logger's."""
+        return _errors.LoxError(
+            f"{self.name} has no run number {number}: its state was made by another logger or in another process. "
+            "Call `init` of this one."
+        )
+
+    def target(self, plan: _batch.Plan) -> Any:
+        """Who receives events of this form: always the same object, so that JAX's caches find it again."""
+        return self._targets.setdefault(plan, functools.partial(self.receive, plan))
+
+    # --- in callbacks ---
+
+    def begin(
+        self, plan: ConfigPlan, impl: str | None, where: Laned, operands: list[Laned], lanes: Any, eager: bool
+    ) -> Any:
+        """Open a run for every lane that gets here; returns their numbers, -1 for the others."""
+        (words, *arrays), numbers = operands, []
+        for index in np.ndindex(lanes):
+            if not _pick(where, index):
+                numbers.append(-1)
+                continue
+            config = plan.rebuild([_pick(x, index) for x in arrays])
+            run = self.new_run(np.asarray(_pick(words, index)), config, impl)
+            numbers.append(run.id)
+            self.open(run, eager)
+        return [np.asarray(numbers, np.int32)]
+
+    def new_run(self, words: np.ndarray, config: dict[str, Any], impl: str | None) -> Run:
+        """A run that nobody has opened yet."""
+        return Run(next(_numbers), words, config, impl)
+
+    def open(self, run: Run, eager: bool) -> None:
+        """Open a run. If the user waits for it, errors are theirs; a compiled program must not see them."""
+        self._register()
+        if eager:
+            with self._lock:
+                self.logger.open(run)
+                self.runs[run.id] = run
+            return
+        self.runs[run.id] = run  # even if it fails: the program is under way, and its events have to go somewhere
+        self.broken.add(run.id)
+        with self.isolated(f"opening run {run.name!r}"):
+            self.logger.open(run)
+            self.broken.discard(run.id)
+
+    def _register(self) -> Writer:
+        writer = self._writer
+        if writer is None:
+            with self._registering:
+                if self._writer is None:
+                    self._writer = Writer(self._process, self.logger.queue_size, f"lox-{self.name}")
+                    _open_pipelines[id(self)] = self
+                writer = self._writer
+        return writer
+
+    def receive_tap(self, logs: logdict) -> None:
+        """Events that `tap` delivers."""
+        self.enqueue(TapJob(logs))
+
+    def receive(self, plan: _batch.Plan, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
+        """Events that `spool` collected, or that were given to `log`."""
+        del lanes, eager
+        if where.tree.any():
+            ids, *arrays = operands
+            self.enqueue(CallJob(plan, ids, where, arrays))
+        return []
+
+    def enqueue(self, job: Job) -> None:
+        """Queue events for the writer's thread, which is to sort them too: the program waits for this one."""
+        if self.closed or not self.is_of_this_process:
+            self.errors.add(_errors.LoxError("events came after the logger was closed: they are lost"), "closed")
+            return
+        self._register().put(job)
+
+    # --- on the writer's thread ---
+
+    @contextlib.contextmanager
+    def isolated(self, doing: str, quietly: bool = False) -> Iterator[None]:
+        """Call host methods: one at a time, and what they raise goes no further."""
+        try:
+            with self._lock:
+                yield
+        except BaseException as error:  # not only Exception: a client that calls sys.exit must not end the thread
+            self.errors.add(error, doing, quietly)
+
+    def _process(self, jobs: list[Job]) -> None:
+        try:
+            self._sort_and_write(jobs)
+        except BaseException as error:  # nothing may get lost without a word, not by a mistake of ours either
+            self.errors.add(error, f"handling {len(jobs)} batches of events")
+
+    def _sort_and_write(self, jobs: list[Job]) -> None:
+        batches: list[Batch] = []
+        for make in _batch.sort(jobs):
+            with self.isolated("sorting events"):
+                made = make()
+                batches += made
+                for batch in made:
+                    warn_of_dropped(batch.logs, stacklevel=2)
+        for batch in _batch.joined(batches):
+            self._take(batch)
+
+    def _take(self, batch: Batch) -> None:
+        usable = np.asarray([self._is_usable(number) for number in batch.ids.tolist()], bool)
+        if not usable.all():
+            batch = batch.select(usable)
+        for part in batch.by_run() if len(batch.ids) and batch.logs else ():
+            self._write(part)
+
+    def _is_usable(self, number: int) -> bool:
+        if number not in self.runs:
+            self.errors.add(self.unknown(number), "writing")
+        elif number in self.broken:
+            name = self.runs[number].name
+            error = _errors.LoxError(f"run {name!r} could not be opened, so its events are not written")
+            self.errors.add(error, f"writing to run {name!r}")
+        else:
+            return True
+        return False
+
+    def _write(self, batch: Batch) -> None:
+        runs = [self.runs[number] for number in batch.ids.tolist()]
+        with self.isolated(f"writing {_errors.listing(batch.logs)}"):
+            self.logger.write_lanes(runs, batch.logs)
+
+    # --- at the end ---
+
+    def settle(self) -> list[Exception]:
+        """Wait until everything is written; returns the errors."""
+        errors = effects() if self.is_of_this_process else []  # JAX does not survive a fork
+        self._drain()
+        if not self.closed and self.is_of_this_process:
+            with self.isolated("committing", quietly=True):
+                self.logger.commit()
+        return errors + self.errors.take()
+
+    def shut(self) -> list[Exception]:
+        """End all runs; returns the errors."""
+        if self.closed:
+            return self.errors.take()  # of events that came too late
+        errors = self.settle()
+        self.closed = True
+        _open_pipelines.pop(id(self), None)
+        if self.is_of_this_process:
+            self._drain()  # what came meanwhile, from other threads
+            if self._writer is not None:
+                self._writer.stop()
+            for run in [run for run in self.runs.values() if run.id not in self.broken]:
+                with self.isolated(f"finishing run {run.name!r}", quietly=True):
+                    self.logger.finish(run)
+        return errors + self.errors.take()
+
+    def _drain(self) -> None:
+        if self._writer is not None and self._writer.is_of_this_process:
+            self._writer.drain()
+
+
+def _pick(x: Laned, index: tuple[int, ...]) -> np.ndarray:
+    """One lane of an array."""
+    return x.tree[tuple(i for i, flag in zip(index, x.flags, strict=True) if flag)]
+
+
+def effects() -> list[Exception]:
+    """Wait for the callbacks of the computations under way."""
+    try:
+        jax.effects_barrier()
+    except Exception as error:  # of a computation, which has nothing to do with the logger; it must still be closed
+        return [error]
+    return []
+
+
+_open_pipelines: dict[int, Pipeline] = {}
+
+
+@atexit.register
+def _close_all() -> None:
+    """Whoever forgets to close a logger still gets its events, and its errors."""
+    errors = [error for pipeline in list(_open_pipelines.values()) for error in pipeline.shut()]
+    raise_all("lox, closing the loggers that were still open,", errors)

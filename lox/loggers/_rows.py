@@ -1,0 +1,122 @@
+"""Logs as rows of plain values: what CSV and JSON can hold.
+
+A row is one event: its steps, and the values of all keys that have the same steps and as many events. Keys that are
+logged together, by one `lox.log`, so stand together.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from lox._logdict import logdict
+
+Row = tuple[dict[str, Any], dict[str, Any]]  # steps, values
+
+
+def rows(logs: logdict) -> Iterator[Row]:
+    """The rows of logs that have an event axis, as `Logger.write` gets them."""
+    groups: dict[Any, list[str]] = {}
+    for key in logs:
+        count = len(jax.tree.leaves(logs[key])[0])
+        steps = {name: of[key] for name, of in logs.steps.items() if key in of}
+        same = tuple((name, x.shape, str(x.dtype), x.tobytes()) for name, x in sorted(steps.items()))
+        groups.setdefault((count, same), []).append(key)
+    for (count, _), keys in groups.items():
+        steps = {name: of[keys[0]] for name, of in logs.steps.items() if keys[0] in of}
+        for event in range(count):
+            yield (
+                {name: plain(x[event]) for name, x in steps.items()},
+                {key: _value(logs, key, event) for key in keys},
+            )
+
+
+def leaf_by_leaf(logs: logdict) -> logdict:
+    """The same logs with a key for every leaf of a pytree: `stats['mean']`."""
+    if all(isinstance(x, np.ndarray) for x in logs.values()):
+        return logs
+    flat = logdict()
+    for key in logs:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(logs[key]):
+            name = key + jax.tree_util.keystr(path)
+            while name in flat or (path and name in logs):  # a key that looks like a leaf of another
+                name += " [leaf]"
+            flat[name] = leaf
+            for step, of in logs.steps.items():
+                if key in of:
+                    flat.steps.setdefault(step, {})[name] = of[key]
+            if key in logs.valid:
+                flat.valid[name] = logs.valid[key]
+    return flat
+
+
+def _value(logs: logdict, key: str, event: int) -> Any:
+    valid = logs.valid.get(key)
+    mask = None if valid is None else valid[event]
+    return jax.tree.map(lambda x: plain(x[event], mask), logs[key])
+
+
+def plain(x: np.ndarray, valid: np.ndarray | None = None) -> Any:
+    """An array as Python numbers in lists; None where nothing happened.
+
+    Short floats are written as short as they are: float32(0.1) is 0.1, which reads back as the same float32.
+    """
+    x = np.asarray(x)
+    if valid is not None and valid.ndim:
+        return [plain(item, mask) for item, mask in zip(x, valid, strict=True)]
+    if valid is not None and not valid:
+        return None
+    if x.ndim:
+        return [plain(item) for item in x]
+    value = x[()]
+    if x.dtype.kind in "biu":
+        return value.item()
+    if x.dtype.kind == "c":
+        return str(complex(value))
+    if x.dtype.kind == "f" and x.dtype.itemsize == 8:
+        return float(value)
+    try:
+        return float(str(value))  # also of the small types that NumPy does not know by itself
+    except ValueError:
+        return int(value)
+
+
+def strict_json(value: Any) -> Any:
+    """The same value without what JSON lacks: NaN and infinities become the strings that parsers of floats know."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(k): strict_json(v) for k, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return strict_json(value._asdict())  # type: ignore[attr-defined]
+    if isinstance(value, list | tuple):
+        return [strict_json(v) for v in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return strict_json(plain(np.asarray(value)))
+    if value is None or isinstance(value, str | int | float):
+        return value
+    leaves = jax.tree_util.tree_leaves_with_path(value)
+    if len(leaves) == 1 and not leaves[0][0]:
+        return repr(value)
+    return {jax.tree_util.keystr(path): strict_json(leaf) for path, leaf in leaves}
+
+
+class Labels:
+    """Names for the columns of one file: a step and a key may have the same name, two columns may not."""
+
+    def __init__(self) -> None:
+        self._labels: dict[tuple[str, str], str] = {}
+        self._taken: set[str] = set()
+
+    def of(self, kind: str, name: str) -> str:
+        """The column of a step or of a key; whoever comes second to a name has its kind added."""
+        label = self._labels.get((kind, name))
+        if label is None:
+            label = name
+            while label in self._taken:
+                label = f"{label} [{kind}]"
+            self._labels[kind, name] = label
+            self._taken.add(label)
+        return label

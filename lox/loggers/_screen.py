@@ -1,0 +1,127 @@
+"""The terminal, shared by everything of lox that draws on it.
+
+There is one live display per console, which shows all parts below each other; `rich` sends what the program prints
+meanwhile above it. Where there is no terminal, or somebody else's live display is on it, parts are plain lines at a
+slow rate instead. Drawing happens on `rich`'s own thread or where an event is handled, never in JAX.
+"""
+
+import math
+import threading
+import time
+from typing import Any, Protocol
+
+_PER_SECOND = 8
+
+
+class Part(Protocol):
+    """Something to show."""
+
+    every: float  # seconds between plain lines
+    patient: bool  # whether the first of them can wait as long
+
+    def picture(self, width: int, height: int) -> Any:
+        """For a terminal: something that `rich` can print."""
+        ...
+
+    def line(self) -> str:
+        """For a file or a pipe."""
+        ...
+
+
+class Screen:
+    """Shows parts on one console."""
+
+    def __init__(self, console: Any):
+        self._console = console
+        self._lock = threading.RLock()
+        self._parts: list[Part] = []
+        self._printed: dict[int, tuple[float, str]] = {}  # by part, when and what
+        self._live: Any = None
+
+    def show(self, part: Part) -> None:
+        """Show a part from now on."""
+        with self._lock:
+            if part not in self._parts:
+                self._parts.append(part)
+                self._printed[id(part)] = (time.monotonic() if part.patient else -math.inf, "")
+                self._start()
+
+    def changed(self, part: Part) -> None:
+        """A part has something new to show: a live display finds out by itself, lines are due now and then."""
+        with self._lock:
+            waiting = self._live is None and part in self._parts
+            if waiting and time.monotonic() - self._printed[id(part)][0] >= part.every:
+                self._print_line(part)
+
+    def remove(self, part: Part, keep: bool = True) -> None:
+        """Show a part no longer; its last state stays on the screen, unless it need not be kept."""
+        with self._lock:
+            if part not in self._parts:
+                return
+            live = self._live is not None
+            self._stop()
+            self._parts.remove(part)
+            if live and keep:
+                size = self._console.size
+                self._console.print(part.picture(size.width, 10_000))
+            elif not live and keep:
+                self._print_line(part)
+            self._printed.pop(id(part), None)
+            if live:
+                self._start()
+
+    def _print_line(self, part: Part) -> None:
+        text = part.line()
+        if text != self._printed[id(part)][1]:
+            self._console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
+        self._printed[id(part)] = time.monotonic(), text
+
+    def _start(self) -> None:
+        console = self._console
+        interactive = (console.is_terminal and not console.is_dumb_terminal) or console.is_jupyter
+        if self._live is not None or not self._parts or not interactive:
+            return
+        from rich.errors import LiveError
+        from rich.live import Live
+
+        live = Live(
+            console=console,
+            get_renderable=self._picture,
+            refresh_per_second=_PER_SECOND,
+            transient=True,
+            vertical_overflow="crop",
+        )
+        try:
+            live.start()
+        except LiveError:  # the program has a live display of its own: then ours are lines above it
+            return
+        self._live = live
+
+    def _stop(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def _picture(self) -> Any:
+        from rich.console import Group
+
+        # Without the lock: whoever stops the display holds it and waits for this thread.
+        size = self._console.size
+        parts = list(self._parts)
+        return Group(*[part.picture(size.width, size.height // max(len(parts), 1)) for part in parts])
+
+
+_screens: dict[int, tuple[Any, Screen]] = {}
+_lock = threading.Lock()
+
+
+def screen_of(console: Any = None) -> Screen:
+    """The screen of a console; by default the one that `rich` prints to."""
+    if console is None:
+        import rich
+
+        console = rich.get_console()
+    with _lock:
+        if id(console) not in _screens:
+            _screens[id(console)] = (console, Screen(console))
+        return _screens[id(console)][1]

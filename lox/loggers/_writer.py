@@ -1,0 +1,97 @@
+"""The thread that does a logger's work, and the queue that leads to it.
+
+Callbacks run on threads of the runtime, which waits for them: all they do is queue. The queue is bounded. When it is
+full, `put` waits, and with it the program: nothing is lost, and memory does not grow.
+"""
+
+import collections
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_IDLE = 5.0  # seconds after which a thread without work ends; the next job starts another
+
+
+class Writer:
+    """Hands jobs to `process`, several at a time, in order, from one thread."""
+
+    def __init__(self, process: Callable[[list[Any]], None], capacity: int, name: str):
+        self._process, self._capacity, self._name = process, max(1, capacity), name
+        self._jobs: collections.deque[Any] = collections.deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._put = self._done = 0
+        self._stopping = False
+        self._pid = os.getpid()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the thread can be alive: `fork` takes the queue along, but not the thread."""
+        return self._pid == os.getpid()
+
+    def put(self, job: Any) -> None:
+        """Queue a job; waits while the queue is full."""
+        with self._changed:
+            inside = threading.current_thread() is self._thread
+            while not inside and self._put - self._done >= self._capacity:
+                self._start()
+                self._changed.wait(1.0)
+            self._jobs.append(job)
+            self._put += 1
+            self._start()
+            self._changed.notify_all()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until everything queued so far is done; False if that took longer than `timeout` seconds."""
+        with self._changed:
+            if threading.current_thread() is self._thread:
+                return True
+            until = self._put
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while self._done < until:
+                self._start()
+                # Not for ever: an interrupt must get through, and a thread that is gone must be noticed.
+                self._changed.wait(0.2)
+                if deadline is not None and time.monotonic() > deadline:
+                    return False
+        return True
+
+    def stop(self) -> None:
+        """Let the thread end when its work is done; another job would start a new one."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        if not self._jobs or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter is shutting down: no more threads, so the caller does the work
+            self._thread = threading.current_thread()
+            while self._jobs:
+                self._work_once()
+            self._thread = None
+
+    def _work(self) -> None:
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._jobs or self._stopping, _IDLE)
+                if not self._jobs:
+                    self._thread, self._stopping = None, False
+                    return
+                self._work_once()
+
+    def _work_once(self) -> None:
+        jobs = list(self._jobs)
+        self._jobs.clear()
+        self._changed.release()
+        try:
+            self._process(jobs)
+        finally:
+            self._changed.acquire()
+            self._done += len(jobs)
+            self._changed.notify_all()

@@ -1,0 +1,134 @@
+"""The loggers that run the contract, and how to read back what each of them has written.
+
+To put another logger under contract, add a `Case`: how to make it, and what it has written as a mapping from the name
+of a run to its keys, each a list of events `(steps, value)` in order.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import lox
+from lox.loggers import ConsoleLogger, CsvLogger, JsonlLogger, MultiLogger
+
+Events = dict[str, dict[str, list[tuple[dict[str, Any], Any]]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    make: Callable[[Any], lox.Logger]  # in a folder
+    read: Callable[[lox.Logger], Events] | None  # None: it keeps nothing that could be read
+    reads_arrays: bool = True
+
+    def __repr__(self):
+        return self.name
+
+
+class Recorder(lox.Logger):
+    """Keeps events in memory: the smallest logger there is, and what the base class promises."""
+
+    def __init__(self):
+        self.runs, self.events, self.finished, self.writes = [], {}, [], 0
+
+    def open(self, run):
+        self.runs.append(run)
+        if sum(r.key.tolist() == run.key.tolist() for r in self.runs) > 1:
+            run.name += f".{sum(r.key.tolist() == run.key.tolist() for r in self.runs) - 1}"
+        self.events[run.name] = {}
+
+    def write(self, run, logs):
+        self.writes += 1
+        for key in logs:
+            events = self.events[run.name].setdefault(key, [])
+            leaves = jax.tree.leaves(logs[key])
+            assert all(isinstance(x, np.ndarray) for x in leaves)
+            for n in range(len(leaves[0])):
+                steps = {name: of[key][n].item() for name, of in logs.steps.items() if key in of}
+                events.append((steps, jax.tree.map(lambda x, n=n: x[n].tolist(), logs[key])))
+
+    def finish(self, run):
+        self.finished.append(run.name)
+
+
+class LaneRecorder(Recorder):
+    """The same, for all lanes at once."""
+
+    def write_lanes(self, runs, logs):
+        assert all(x.shape[0] == len(runs) for x in jax.tree.leaves((dict(logs), logs.steps, logs.valid)))
+        for lane, run in enumerate(runs):
+            for key in logs:
+                valid = (
+                    logs.valid[key][lane] if key in logs.valid else np.ones(len(jax.tree.leaves(logs[key])[0][0]), bool)
+                )
+                for n in np.flatnonzero(valid):
+                    steps = {name: of[key][lane, n].item() for name, of in logs.steps.items() if key in of}
+                    value = jax.tree.map(lambda x, at=(lane, n): x[at].tolist(), logs[key])
+                    self.events[run.name].setdefault(key, []).append((steps, value))
+
+
+def _read_csv(logger):
+    events: Events = {}
+    for path in logger.path.glob("*.csv"):
+        run = events.setdefault(path.stem, {})
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                cells = {name: json.loads(cell.replace("nan", "NaN")) for name, cell in row.items() if cell}
+                _add_row(run, cells)
+    return events
+
+
+def _read_jsonl(logger):
+    events: Events = {}
+    for path in logger.path.glob("*.jsonl"):
+        run = events.setdefault(path.stem, {})
+        for line in path.read_text().splitlines():
+            _add_row(run, json.loads(line))
+    return events
+
+
+def _add_row(run, row):
+    steps = {name: value for name, value in row.items() if name in ("step", "episode")}
+    for key, value in row.items():
+        if key not in steps:
+            run.setdefault(key, []).append((steps, value))
+
+
+def _quiet_console():
+    from rich.console import Console
+
+    return ConsoleLogger(console=Console(file=io.StringIO()))
+
+
+CASES = [
+    Case("recorder", lambda path: Recorder(), lambda logger: logger.events),
+    Case("lane_recorder", lambda path: LaneRecorder(), lambda logger: logger.events),
+    Case("csv", CsvLogger, _read_csv),
+    Case("jsonl", JsonlLogger, _read_jsonl),
+    Case(
+        "multi",
+        lambda path: MultiLogger(Recorder(), JsonlLogger(path)),
+        lambda logger: _same([logger.loggers[0].events, _read_jsonl(logger.loggers[1])]),
+    ),
+]
+with contextlib.suppress(ImportError):
+    import rich  # noqa: F401
+
+    CASES.append(Case("console", lambda path: _quiet_console(), None))
+
+
+def _same(found):
+    assert all(f == found[0] for f in found[1:])
+    return found[0]
+
+
+def parts_of(logger):
+    """The loggers that write: itself, or those inside."""
+    return list(logger.loggers) if isinstance(logger, MultiLogger) else [logger]

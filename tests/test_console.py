@@ -1,0 +1,385 @@
+"""What the console shows: the picture exactly, and how it behaves on terminals and elsewhere."""
+
+import io
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lox
+from lox.loggers import ConsoleLogger, _layout
+from lox.loggers._board import Board, History
+from lox.loggers._run import Run
+
+pytest.importorskip("rich")
+from rich.console import Console
+
+
+def board(runs, steps=6, progress=None):
+    """A board with known numbers."""
+    made = Board(progress, now=0.0)
+    objects = [Run(n, np.array([0, 42 + n], np.uint32), {}) for n in range(runs)]
+    for run in objects:
+        made.add_run(run)
+    events = np.broadcast_to(np.arange(steps), (runs, steps))
+    loss = 1.0 / (1 + events) + np.arange(runs)[:, None]
+    values = {
+        "lr": np.full((runs, steps), 1e-3),
+        "train/loss": loss,
+        "train/n": 1000 * events,
+        "w": np.ones((runs, steps, 2, 3)),
+    }
+    made.update(objects, lox.logdict(values, steps={"step": dict.fromkeys(values, events)}), now=2.0)
+    return made
+
+
+def text(renderable, width=72):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+# --- the picture ---
+
+ONE_RUN = """\
+╭─ run 42 ─────────────────────────────────────────────────────────────╮
+│ step 5                                                               │
+│                                           last  trend                │
+│ lr                                       0.001  ▄▄▄▄▄▄               │
+│ w [2×3]                                      1  ▄▄▄▄▄▄               │
+│ train                                                                │
+│   loss                                  0.1667  █▄▂▁▁▁               │
+│   n                                      5,000  ▁▂▄▅▇█               │
+│                                                                      │
+│ step ━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━  60%  6/10  1.5it/s  eta 0:02 │
+╰───────────────────────────────────────────── 24 events  6.0/s  0:04 ─╯
+"""
+
+
+def test_the_table_of_one_run():
+    shown = text(_layout.table(board(1, progress={"step": 10}).view(now=4.0), 72))
+    assert shown == ONE_RUN
+
+
+def test_the_table_of_several_runs():
+    shown = text(_layout.table(board(3).view(now=4.0), 90), 90).splitlines()
+    assert shown[0].startswith("╭─ 3 runs ─")
+    assert shown[2].split() == ["│", "mean", "±", "std", "min", "max", "trend", "│"]
+    assert [line.split()[1:-1] for line in shown[3:8]] == [
+        ["lr", "0.001", "±", "0", "0.001", "0.001", "▄▄▄▄▄▄"],
+        ["w", "[2×3]", "1", "±", "0", "1", "1", "▄▄▄▄▄▄"],
+        ["train"],
+        ["loss", "1.167", "±", "0.8165", "0.1667", "2.167", "█▄▂▁▁▁"],
+        ["n", "5,000", "±", "0", "5,000", "5,000", "▁▂▄▅▇█"],
+    ]
+    assert len({len(line) for line in shown}) == 1
+
+
+def test_what_does_not_fit_is_counted():
+    many = Board(now=0.0)
+    run = Run(0, np.array([0, 1], np.uint32), {})
+    many.add_run(run)
+    many.update([run], lox.logdict({f"group{n % 3}/k{n}": np.ones((1, 1)) for n in range(40)}), now=1.0)
+    shown = text(_layout.table(many.view(now=1.0), 60, height=15), 60)
+    assert len(shown.splitlines()) <= 15
+    assert re.search(r"and \d+ more keys", shown)
+    assert len(text(_layout.table(many.view(now=1.0), 60), 60).splitlines()) > 40
+
+
+def test_a_run_that_diverges_is_marked():
+    made = board(3)
+    runs = [Run(n, np.array([0, 42 + n], np.uint32), {}) for n in range(3)]
+    made.update(runs, lox.logdict({"train/loss": np.array([[1.0], [np.nan], [3.0]])}), now=3.0)
+    assert "loss 1 of 3 not finite" in text(_layout.table(made.view(now=4.0), 100), 100)
+    assert "train/loss 2 ± 1 (1 of 3 not finite)" in _layout.line(made.view(now=4.0))
+
+
+def test_hostile_keys_do_not_break_the_picture():
+    made = Board(now=0.0)
+    run = Run(0, np.array([0, 1], np.uint32), {})
+    made.add_run(run)
+    keys = ["[bold red]x[/]", "a\nb", "", "x" * 10_000, "\x1b[31mred", "/", "a//b", "../.."]
+    made.update([run], lox.logdict({key: np.ones((1, 1)) for key in keys}), now=1.0)
+    shown = text(_layout.table(made.view(now=1.0), 80), 80)
+    assert "[bold red]x[" in shown and "\x1b" not in shown
+    assert {len(line) for line in shown.splitlines()} == {80}
+    assert "\n" not in _layout.line(made.view(now=1.0)) and "\x1b" not in _layout.line(made.view(now=1.0))
+
+
+def test_only_what_happened_counts():
+    made = Board({"step": 10}, now=0.0)
+    runs = [Run(n, np.array([0, n], np.uint32), {}) for n in range(2)]
+    for run in runs:
+        made.add_run(run)
+    valid = np.array([[True, True, False], [True, False, False]])
+    steps = np.where(valid, [0, 1, 2], -1)
+    logs = lox.logdict({"x": np.where(valid, 5.0, np.nan)}, steps={"step": {"x": steps}}, valid={"x": valid})
+    made.update(runs, logs, now=1.0)
+    view = made.view(now=1.0)
+    assert view.keys[0].events == 3 and view.keys[0].mean == 5.0 and view.keys[0].bad == 0
+    assert view.steps == (("step", 0.5),) and view.keys[0].history == (5.0, 5.0)
+
+
+def test_the_history_stays_short():
+    history = History()
+    for part in np.array_split(np.arange(100_000.0), 33):
+        history.add(part)
+    points = np.asarray(history.points)
+    assert 32 <= len(points) <= 66 and history.stride == 2048
+    assert np.all(np.diff(points) > 0) and abs(points.mean() - 50_000) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (0.0, "0"),
+        (1 / 3, "0.3333"),
+        (1e-7, "1e-07"),
+        (123456.7, "1.235e+05"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+    ],
+)
+def test_numbers(number, shown):
+    assert _layout.number(number) == shown
+
+
+def test_small_pieces():
+    assert _layout.number(1234567, True) == "1,234,567"
+    assert [_layout.duration(s) for s in (0, 59.9, 61, 3723)] == ["0:00", "0:59", "1:01", "1:02:03"]
+    assert [_layout.rate(r) for r in (0.5, 12, 1234, 5.6e6, 7e9)] == ["0.5/s", "12/s", "1.2k/s", "5.6M/s", "7.0G/s"]
+    assert _layout.sparkline([]) == "" and _layout.sparkline([1, 1]) == "▄▄"
+    assert _layout.sparkline([0, float("nan"), 1]) == "▁·█"
+    assert _layout.sparkline(list(range(100)), 8) == "▁▂▃▄▅▆▇█"
+
+
+# --- not on a terminal ---
+
+
+def train(x, n=5):
+    def step(x, i):
+        lox.log({"train/x": x}, step=i)
+        return x / 2, None
+
+    return jax.lax.scan(step, x, jnp.arange(n))[0]
+
+
+def without_times(lines):
+    return [re.sub(r"^\d+:\d\d |eta \d+:\d\d", "", line) for line in lines.splitlines()]
+
+
+def test_lines_where_there_is_no_terminal(capsys):
+    out = io.StringIO()
+    with ConsoleLogger(progress={"step": 5}, every=0.0, console=Console(file=out)) as logger:
+        state = logger.init(jax.random.key(42))
+        for n in range(2):
+            logger.log(state, {"train/x": 8.0 / 2**n}, step=n)
+            logger.flush()
+        logger.tap(train, state)(2.0)
+    lines = without_times(out.getvalue())
+    assert lines[0] == "run 42 | step 0/5 (20%, ) | train/x 8"
+    assert lines[1] == "run 42 | step 1/5 (40%, ) | train/x 4"
+    assert lines[-1] == "run 42 | step 4/5 (100%, done) | train/x 0.125"
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_are_rare():
+    out = io.StringIO()
+    with ConsoleLogger(console=Console(file=out)) as logger:
+        states = jax.vmap(logger.init)(jax.random.split(jax.random.key(0), 3))
+        jax.jit(jax.vmap(lambda s, x: logger.tap(lambda x: train(x, 500), s)(x)))(states, jnp.arange(3.0))
+    lines = without_times(out.getvalue())
+    assert len(lines) <= 2  # the first, and the last
+    assert lines[-1].startswith("3 runs | step 499 | train/x ")
+
+
+def test_nothing_is_shown_before_a_run_begins():
+    out = io.StringIO()
+    ConsoleLogger(console=Console(file=out)).close()
+    assert out.getvalue() == ""
+
+
+def test_wrong_totals():
+    with pytest.raises(ValueError, match=r"`progress\['step'\]` is 0; it must be the total, a positive number"):
+        ConsoleLogger(progress={"step": 0})
+
+
+# --- on a terminal ---
+
+SCRIPT = """
+import sys, time, jax, jax.numpy as jnp, lox
+mode = sys.argv[1]
+def slow(i):
+    time.sleep(0.01)
+    if i % 20 == 0:
+        print(f"<printed {i}>")
+    if mode == "raise" and i == 30:
+        raise ValueError("boom")
+def train(x):
+    def step(x, i):
+        jax.debug.callback(slow, i)
+        lox.log({"train/x": x}, step=i)
+        return 0.9 * x, None
+    return jax.lax.scan(step, x, jnp.arange(60))[0]
+logger = lox.loggers.ConsoleLogger(progress={"step": 60})
+state = logger.init(jax.random.key(42))
+print("<ready>", flush=True)
+try:
+    jax.jit(lambda s, x: logger.tap(train, s)(x))(state, 1.0).block_until_ready()
+except BaseException as error:
+    if mode != "interrupt":
+        raise
+    print("<interrupted>")
+    sys.exit(3)
+print("<done>")
+"""
+
+
+def on_a_terminal(tmp_path, mode, interrupt=False):
+    import pty
+
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    main, other = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "XLA_FLAGS": ""}
+    process = subprocess.Popen([sys.executable, script, mode], stdin=other, stdout=other, stderr=other, env=env)
+    os.close(other)
+    data, sent, deadline = b"", False, time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if select.select([main], [], [], 0.05)[0]:
+            try:
+                chunk = os.read(main, 65536)
+            except OSError:
+                break
+            if not chunk:
+                break
+            data += chunk
+        if interrupt and not sent and b"<printed 20>" in data:
+            process.send_signal(signal.SIGINT)
+            sent = True
+    process.wait(10)
+    os.close(main)
+    return process.returncode, data.decode()
+
+
+@pytest.mark.parametrize("mode", ["plain", "raise", "interrupt"])
+def test_a_terminal_is_left_as_it_was(tmp_path, mode):
+    code, shown = on_a_terminal(tmp_path, mode, interrupt=mode == "interrupt")
+    assert code == {"plain": 0, "raise": 1, "interrupt": 3}[mode], shown
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0  # the cursor is back
+    for printed in ("<ready>", "<printed 0>", "<printed 20>"):
+        assert shown.count(printed) == 1  # whole, and once: never a part of the table
+    assert ("boom" in shown) == (mode == "raise")
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    last = plain[plain.rfind("╭─ run 42") :]
+    assert ("60/60" in last) == (mode == "plain")
+    assert last.count("╰") == 1 and last.rstrip().endswith("╯")
+
+
+# --- progress bars ---
+
+
+@pytest.fixture
+def host_calls(monkeypatch):
+    calls = []
+    tick = lox.progress._tick
+    monkeypatch.setattr(lox.progress, "_tick", lambda self, *args: (calls.append(args), tick(self, *args))[1])
+    return calls
+
+
+def bar(total=None, **options):
+    return lox.progress(total, console=Console(file=io.StringIO()), **options)
+
+
+def shown(progress):
+    return progress._console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_bars_of_all_loops(jit, host_calls):
+    step = lambda c, x: (c + x, 2 * x)  # noqa: E731
+    of_scan = bar()
+    carry, ys = jit(lambda xs: of_scan.scan(step, 0, xs))(jnp.arange(5))
+    assert int(carry) == 10 and ys.tolist() == [0, 2, 4, 6, 8]
+    of_length = bar(7)
+    assert int(jit(lambda: of_length.scan(lambda c, _: (c + 1, None), 0)[0])()) == 7
+    of_fori = bar(name="epochs")
+    assert int(jit(lambda n: of_fori.fori_loop(2, n, lambda i, c: c + i, 0))(6)) == 14
+    of_while, of_unknown = bar(100), bar(name="solver")
+    for loop in (of_while, of_unknown):
+        halve = lambda x, loop=loop: loop.while_loop(lambda x: x > 1, lambda x: x // 2, x)  # noqa: E731
+        assert int(jit(halve)(1000)) == 1
+    jax.effects_barrier()
+    assert shown(of_scan) == ["progress 100%, 5/5, done"]
+    assert shown(of_length) == ["progress 100%, 7/7, done"]
+    assert shown(of_fori) == ["epochs 100%, 4/4, done"]
+    assert shown(of_while) == ["progress 100%, 9/9, done"]
+    assert shown(of_unknown) == ["solver 9, 0:00"]
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.jit(jax.vmap(f, axis_size=3, in_axes=None)), jax.grad])
+def test_the_host_is_called_now_and_then(wrap, host_calls):
+    progress = bar(50_000)
+    wrap(lambda x: progress.scan(lambda c, _: (0.999 * c, None), x)[0])(1.0)
+    jax.effects_barrier()
+    assert len(host_calls) < 60 and [c[0] for c in host_calls].count("begin") == 1
+    assert shown(progress) == ["progress 100%, 50,000/50,000, done"]
+
+
+def test_lanes_that_end_at_different_times_share_a_bar(host_calls):
+    progress = bar(20_000)
+    loop = lambda n: progress.while_loop(lambda i: i < n, lambda i: i + 1, 0)  # noqa: E731
+    assert jax.jit(jax.vmap(loop))(jnp.array([3, 20_000, 50])).tolist() == [3, 20_000, 50]
+    jax.effects_barrier()
+    assert len(host_calls) < 60
+    assert shown(progress) == ["progress 100%, 20,000/20,000, done"]
+
+
+def test_loops_inside_of_loops():
+    out = io.StringIO()
+    console = Console(file=out)
+    outer, inner = lox.progress(3, name="epochs", console=console), lox.progress(4, name="steps", console=console)
+    step = lambda c, _: (c + 1, None)  # noqa: E731
+    assert int(jax.jit(lambda: outer.scan(lambda c, _: (inner.scan(step, c)[0], None), 0)[0])()) == 12
+    jax.effects_barrier()
+    assert out.getvalue().splitlines() == ["epochs 100%, 3/3, done"]
+
+
+def test_a_loop_that_is_aborted():
+    def fail(i):
+        if i == 3:
+            raise ValueError("boom")
+
+    def step(c, i):
+        jax.debug.callback(fail, i)
+        return c, None
+
+    progress = bar(5)
+    with pytest.raises(Exception, match="boom"), progress:
+        jax.jit(lambda: progress.scan(step, 0, jnp.arange(5)))()
+        jax.effects_barrier()
+    assert not progress._bars
+    assert int(progress.scan(lambda c, _: (c + 1, None), 0)[0]) == 5  # and it can be used again
+
+
+def test_wrong_progress():
+    with pytest.raises(ValueError, match=r"`total` is 'many'; it must be a number of iterations, below 2\*\*31"):
+        lox.progress("many")
+    with pytest.raises(ValueError, match="`scan` needs `xs`, `length` or a total"):
+        lox.progress().scan(lambda c, _: (c, None), 0)
+
+
+def test_a_bar_that_cannot_be_drawn_does_not_end_the_program(monkeypatch):
+    progress = bar(5)
+    monkeypatch.setattr(progress, "_open", lambda total: 1 / 0)
+    with pytest.warns(lox.LoxWarning, match="the progress bar failed and is gone: ZeroDivisionError"):
+        assert int(jax.jit(lambda: progress.scan(lambda c, _: (c + 1, None), 0)[0])()) == 5
+        jax.effects_barrier()

@@ -1,0 +1,589 @@
+"""What loggers do beyond the contract that all of them share."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import same
+from logger_cases import LaneRecorder, Recorder
+
+import lox
+import lox.loggers
+from lox.loggers import CsvLogger, JsonlLogger, MultiLogger
+from lox.loggers._names import run_name
+
+# --- the examples of the seed documents ---
+
+
+def with_steps(xs):
+    def body(i, carry):
+        carry += xs[i]
+        lox.log({"carry": carry}, step=i, episode=i // 2)
+        return carry
+
+    return jax.lax.fori_loop(0, len(xs), body, 0)
+
+
+CARRY = [({"step": 0, "episode": 0}, 0), ({"step": 1, "episode": 0}, 1), ({"step": 2, "episode": 1}, 3)]
+
+
+class SaveLike(Recorder):
+    """Has the constructor of SaveLogger."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+
+def test_quick_start_logger():
+    key = jax.random.key(0)
+    logger = SaveLike("./.lox/")
+    logger_state = logger.init(key)
+    y = logger.spool(with_steps, logger_state)(jnp.arange(3))
+    logger.close()
+    assert int(y) == 3
+    assert logger.events == {"0": {"carry": CARRY}}
+    assert logger.writes == 1  # spool writes in one go
+
+
+def test_quick_start_multi_logger():
+    pytest.importorskip("rich")
+    key, xs = jax.random.key(0), jnp.arange(3)
+    console_logger = lox.loggers.ConsoleLogger()
+    save_logger = SaveLike("./.lox/")
+    multi_logger = lox.loggers.MultiLogger(console_logger, save_logger)
+    multi_logger_state = multi_logger.init(key)
+    y = multi_logger.tap(with_steps, multi_logger_state)(xs)
+    assert int(y) == 3
+    multi_logger.close()
+    assert save_logger.events == {"0": {"carry": CARRY}}
+    assert save_logger.finished == ["0"]
+
+
+def test_sharp_bits_loggers_and_state():
+    def f(x):
+        lox.log({"loss": x}, tags=["metric"])
+        lox.log({"gradient_norm": 2 * x}, tags=["debug"])
+        return x
+
+    logger = SaveLike("/tmp/logs")
+    logger_state = logger.init(jax.random.key(0))
+    y = logger.spool(f, logger_state, tags=["metric"])(1.0)
+    logger.close()
+    assert float(y) == 1.0
+    assert logger.events == {"0": {"loss": [({}, 1.0)]}}
+
+
+# --- state, keys and configs ---
+
+
+def test_the_state_is_arrays():
+    with Recorder() as logger:
+        state = logger.init(jax.random.key(42))
+        assert [(x.shape, x.dtype) for x in jax.tree.leaves(state)] == [((), np.int32), ((2,), np.uint32)]
+        states = jax.jit(jax.vmap(logger.init))(jax.random.split(jax.random.key(0), 3))
+        assert states.run.shape == (3,) and len(set(states.run.tolist())) == 3
+        nested = jax.vmap(jax.vmap(logger.init))(jax.random.split(jax.random.key(0), (2, 3)))
+        assert nested.run.shape == (2, 3)
+    assert [run.name for run in logger.runs[:1]] == ["42"]
+    assert len(logger.runs) == 10
+
+
+def test_names_are_unique_and_safe():
+    keys = [jax.random.key(0), jax.random.key(42), *jax.random.split(jax.random.key(0), 50)]
+    keys += [jax.random.key(seed, impl=impl) for seed in (0, 42) for impl in ("rbg", "unsafe_rbg")]
+    keys += list(jax.random.split(jax.random.key(0, impl="rbg"), 5))
+    names = [run_name(np.asarray(jax.random.key_data(k)), str(jax.random.key_impl(k))) for k in keys]
+    assert names[:2] == ["0", "42"] and names[52:56] == ["rbg-0", "unsafe_rbg-0", "rbg-42", "unsafe_rbg-42"]
+    assert len(set(names)) == len(names)
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-") for name in names)
+    assert run_name(np.asarray(jax.random.PRNGKey(42))) == "42"
+
+
+def test_config_may_differ_from_lane_to_lane():
+    fixed = {"name": "adam", "layers": (64, 64), "clip": None, "nesterov": True, "scale": np.ones(2)}
+    with Recorder() as logger:
+        keys = jax.random.split(jax.random.key(0), 2)
+        jax.jit(jax.vmap(lambda k, lr: logger.init(k, {**fixed, "lr": lr, "half": jnp.bfloat16(0.5)})))(
+            keys, jnp.array([0.5, 0.25])
+        )
+        jax.effects_barrier()
+    assert [run.config["lr"] for run in logger.runs] == [0.5, 0.25]
+    for run in logger.runs:
+        assert {k: run.config[k] for k in ("name", "layers", "clip", "nesterov", "half")} == {
+            "name": "adam", "layers": (64, 64), "clip": None, "nesterov": True, "half": 0.5,
+        }  # fmt: skip
+        assert type(run.config["nesterov"]) is bool and type(run.config["lr"]) is float
+        same(run.config["scale"], np.ones(2, np.float32))
+
+
+def test_two_inits_of_one_program_are_two_runs():
+    with Recorder() as logger:
+        a, b = jax.jit(lambda key: (logger.init(key), logger.init(key)))(jax.random.key(1))
+        assert int(a.run) != int(b.run)
+        jax.jit(lambda key: logger.init(key) and None)(jax.random.key(1))  # nothing needs it, and still
+        jax.effects_barrier()
+    assert [run.name for run in logger.runs] == ["1", "1.1", "1.2"]
+
+
+def test_old_style_keys_and_wrong_ones():
+    with Recorder() as logger:
+        jax.vmap(logger.init)(jnp.stack([jax.random.PRNGKey(3), jax.random.PRNGKey(4)]))
+        with pytest.raises(TypeError, match=r"`init` got 42 for the run's key: give it a PRNG key such as"):
+            logger.init(42)
+        with pytest.raises(
+            TypeError, match=r"`init` got keys of shape \(3,\).*write `jax.vmap\(logger.init\)\(keys\)`"
+        ):
+            logger.init(jax.random.split(jax.random.key(0), 3))
+        with pytest.raises(TypeError, match="`config` is 'adam'; it must be a dict of hyper-parameters"):
+            logger.init(jax.random.key(0), "adam")
+    assert [run.name for run in logger.runs] == ["3", "4"]
+
+
+def test_wrong_states():
+    with Recorder() as logger, Recorder() as other:
+        state = logger.init(jax.random.key(0))
+        with pytest.raises(lox.LoxError, match=r"Recorder has no run number .* made by another logger or in another"):
+            other.log(state, {"a": 1})
+        with pytest.raises(
+            TypeError, match=r"`tap` got None for the logger's state: give it what `init\(key\)` returned"
+        ):
+            logger.tap(with_steps, None)
+        states = jax.vmap(logger.init)(jax.random.split(jax.random.key(0), 3))
+        with pytest.raises(TypeError, match=r"`log` got the states of \(3,\) runs: it takes one. .*map over the state"):
+            logger.log(states, {"a": 1})
+        with pytest.warns(lox.LoxWarning, match="has no run number"):
+            jax.jit(lambda state: other.log(state, {"a": 1}))(state)  # only the host can tell
+            with pytest.raises(lox.LoxError, match="has no run number"):
+                other.flush()
+
+
+def test_log_rejects_what_is_no_log():
+    with Recorder() as logger:
+        state = logger.init(jax.random.key(0))
+        with pytest.raises(TypeError, match="`log` got 3; give it a dict of values or a logdict"):
+            logger.log(state, 3)
+        with pytest.raises(TypeError, match=r"the value of 'a'.*is no array but str"):
+            logger.log(state, {"a": "text"})
+        with pytest.raises(TypeError, match="the key 3: keys are strings"):
+            logger.log(state, {3: 3})
+        with pytest.raises(TypeError, match=r"step 'step' with shape \(2,\), but 'a' has 1 event: give it one number"):
+            logger.log(state, {"a": 1}, step=jnp.arange(2))
+        with pytest.raises(ValueError, match="there is no reduction 'middle'"):
+            logger.spool(with_steps, state, reduce="middle")
+        logger.log(state, {})
+        logger.log(state, lox.spool(with_steps)(jnp.arange(3))[1], step=jnp.arange(10, 13))
+    assert logger.events == {
+        "0": {"carry": [({"step": 10 + n, "episode": n // 2}, v) for n, (_, v) in enumerate(CARRY)]}
+    }
+
+
+# --- lanes ---
+
+
+def test_lanes_inside_a_run_come_after_the_event_axis():
+    def f(x):
+        lox.log({"x": x})
+        return jax.lax.scan(lambda c, i: (c, lox.log({"y": c + i}) and None), x, jnp.arange(2.0))[0]
+
+    xs = jnp.array([0.0, 10.0, 20.0])
+    expected = {"x": [({}, [0.0, 10.0, 20.0])], "y": [({}, [0.0, 10.0, 20.0]), ({}, [1.0, 11.0, 21.0])]}
+    for how in ("spool", "tap"):
+        with Recorder() as logger:
+            state = logger.init(jax.random.key(0))
+            getattr(logger, how)(jax.vmap(f), state)(xs)
+            state = logger.init(jax.random.key(1))
+            jax.vmap(lambda x, state=state, how=how: getattr(logger, how)(f, state)(x))(xs)
+            state = logger.init(jax.random.key(2))
+            broadcast = jax.tree.map(lambda x: jnp.stack([x] * 3), state)
+            jax.vmap(lambda s, x, how=how: getattr(logger, how)(f, s)(x))(broadcast, xs)
+        assert logger.events == {"0": expected, "1": expected, "2": expected}
+
+
+def test_runs_and_lanes_inside_of_them():
+    def f(x):
+        lox.log({"x": x})
+        return x
+
+    for kind in (Recorder, LaneRecorder):
+        for how in ("spool", "tap"):
+            with kind() as logger:
+                states = jax.vmap(logger.init)(jnp.stack([jax.random.key(0), jax.random.key(1)]))
+                act = lambda s, xs: getattr(logger, how)(jax.vmap(f), s)(xs)  # noqa: B023, E731
+                jax.jit(jax.vmap(act))(states, jnp.arange(6).reshape(2, 3))
+            assert logger.events == {"0": {"x": [({}, [0, 1, 2])]}, "1": {"x": [({}, [3, 4, 5])]}}
+
+
+def test_branches_that_lanes_disagree_about():
+    def late(logger, x):
+        return jax.lax.cond(x > 0, lambda: logger.log(logger.init(jax.random.key(5)), {"x": x}), lambda: None)
+
+    with Recorder() as logger:
+        states = jax.vmap(logger.init)(jnp.stack([jax.random.key(n) for n in range(3)]))
+        log_if = lambda s, x: jax.lax.cond(x > 0, lambda: logger.log(s, {"a": x}), lambda: None)  # noqa: E731
+        jax.jit(jax.vmap(log_if))(states, jnp.arange(3))
+        body = lambda s: lambda x: (logger.log(s, {"w": x}), x + 1)[1]  # noqa: E731
+        jax.vmap(lambda s, x: jax.lax.while_loop(lambda x: x < 3, body(s), x))(states, jnp.arange(3))
+        jax.vmap(lambda x: late(logger, x))(jnp.arange(2))
+    w = {n: [({}, v) for v in range(n, 3)] for n in range(3)}
+    assert logger.events == {
+        "0": {"w": w[0]},
+        "1": {"a": [({}, 1)], "w": w[1]},
+        "2": {"a": [({}, 2)], "w": w[2]},
+        "5": {"x": [({}, 1)]},
+    }
+
+
+def test_the_logs_flow_on_as_they_were():
+    def f(x):
+        lox.log({"x": x}, step=3)
+        return x
+
+    with Recorder() as logger:
+        state = logger.init(jax.random.key(0))
+        _, logs = lox.spool(logger.tap(f, state))(2)
+        assert str(logs) == "{'x': 2}" and list(logs.steps) == ["step"]
+        assert not lox.spool(logger.spool(f, state))(2)[1]
+        assert str(lox.spool(logger.spool(f, state, keep_logs=True))(2)[1]) == "{'x': 2}"
+        assert float(jax.grad(lambda x: logger.tap(f, state)(x) ** 2)(3.0)) == 6.0
+    assert logger.events["0"]["x"] == [({"step": 3}, 2)] * 3 + [({"step": 3}, 3.0)]
+
+
+def test_capacity_that_was_too_small_is_told():
+    def f(x):
+        return jax.lax.while_loop(lambda x: x < 5, lambda x: (lox.log({"x": x}), x + 1)[1], x)
+
+    with Recorder() as logger:
+        state = logger.init(jax.random.key(0))
+        with pytest.warns(lox.LoxWarning, match="'x' had more events than its capacity: 3 were dropped"):
+            jax.jit(lambda s: logger.spool(f, s, capacity=2)(0))(state)
+            logger.flush()
+        with pytest.warns(lox.LoxWarning, match="'x' had more events than its capacity: 3 were dropped") as caught:
+            logger.spool(f, state, capacity=2)(0)
+            logger.flush()
+        assert len(caught) == 1
+
+
+# --- errors ---
+
+
+class Broken(Recorder):
+    def __init__(self, *where):
+        super().__init__()
+        self.where = where
+
+    def open(self, run):
+        super().open(run)
+        if "open" in self.where:
+            raise PermissionError(f"cannot open {run.name}")
+
+    def write(self, run, logs):
+        if "write" in self.where:
+            raise ValueError(f"cannot write {run.name}")
+        super().write(run, logs)
+
+    def commit(self):
+        if "commit" in self.where:
+            raise OSError("cannot commit")
+
+    def finish(self, run):
+        super().finish(run)
+        if "finish" in self.where:
+            raise OSError(f"cannot finish {run.name}")
+        if "exit" in self.where:
+            sys.exit(3)
+
+
+def test_an_eager_init_raises_at_once():
+    logger = Broken("open")
+    with pytest.raises(PermissionError, match="cannot open 0"):
+        logger.init(jax.random.key(0))
+    logger.close()
+
+
+def test_a_compiled_init_that_fails_does_not_stop_the_program():
+    logger = Broken("open")
+
+    @jax.jit
+    def run(key):
+        logger.log(logger.init(key), {"a": 1})
+        return jax.random.uniform(key)
+
+    with pytest.warns(lox.LoxWarning, match="Broken failed opening run '0': PermissionError: cannot open 0"):
+        result = run(jax.random.key(0))
+        jax.effects_barrier()
+    assert float(result) == float(jax.random.uniform(jax.random.key(0)))
+    with pytest.raises(ExceptionGroup, match="Broken had 2 errors") as caught:
+        logger.close()
+    assert [str(e) for e in caught.value.exceptions] == [
+        "cannot open 0",
+        "run '0' could not be opened, so its events are not written",
+    ]
+    assert logger.finished == []
+
+
+def test_all_errors_of_all_runs_are_raised():
+    logger = Broken("write", "finish")
+    states = jax.vmap(logger.init)(jnp.stack([jax.random.key(n) for n in range(3)]))
+    with pytest.warns(lox.LoxWarning, match="cannot write 0") as warned:
+        for _ in range(5):
+            jax.vmap(lambda s: logger.log(s, {"a": 1}))(states)
+        with pytest.raises(ExceptionGroup, match="3 errors, the first of them: cannot write 0") as caught:
+            logger.flush()
+        assert [str(e) for e in caught.value.exceptions] == [f"cannot write {n}" for n in range(3)]
+        notes = caught.value.exceptions[0].__notes__
+        assert notes[0] == "Broken was writing 'a' of run '0'."
+        assert len(warned) == 1
+        with pytest.raises(ExceptionGroup) as caught:
+            logger.close()
+    assert [str(e) for e in caught.value.exceptions] == [f"cannot finish {n}" for n in range(3)]
+
+
+def test_errors_of_commit_and_of_a_client_that_exits():
+    logger = Broken("commit", "exit")
+    logger.init(jax.random.key(0))
+    with pytest.raises(OSError, match="cannot commit"):
+        logger.flush()
+    with pytest.raises(ExceptionGroup) as caught:
+        logger.close()
+    assert [type(e) for e in caught.value.exceptions] == [OSError, lox.LoxError]
+    assert "SystemExit(3)" in str(caught.value.exceptions[1])
+
+
+def test_the_error_of_the_block_is_the_one_that_is_raised():
+    with pytest.warns(lox.LoxWarning), pytest.raises(KeyError, match="mine") as caught, Broken("write") as logger:
+        logger.log(logger.init(jax.random.key(0)), {"a": 1})
+        raise KeyError("mine")
+    assert caught.value.__notes__ == ["Broken had an error too: ValueError: cannot write 0"]
+
+
+def test_one_failing_logger_does_not_stop_the_others(tmp_path):
+    good, also_good = Recorder(), JsonlLogger(tmp_path)
+    multi = MultiLogger(Broken("open"), good, Broken("write"), also_good)
+    with pytest.warns(lox.LoxWarning):
+        state = multi.init(jax.random.key(0))
+        assert int(multi.tap(with_steps, state)(jnp.arange(3))) == 3
+        with pytest.raises(ExceptionGroup) as caught:
+            multi.close()
+    assert {str(e) for e in caught.value.exceptions} == {
+        "cannot open 0", "run '0' could not be opened, so its events are not written", "cannot write 0",
+    }  # fmt: skip
+    assert good.events == {"0": {"carry": CARRY}}
+    assert len((tmp_path / "0.jsonl").read_text().splitlines()) == 3
+    with pytest.raises(TypeError, match="`MultiLogger` takes loggers, not 3"):
+        MultiLogger(3)
+
+
+def test_nested_multi_loggers():
+    a, b, c = Recorder(), Recorder(), Recorder()
+    with MultiLogger(a, MultiLogger(b, c)) as multi:
+        states = jax.vmap(multi.init)(jnp.stack([jax.random.key(0), jax.random.key(1)]))
+        jax.vmap(lambda s, x: multi.log(s, {"x": x}))(states, jnp.arange(2))
+    assert a.events == b.events == c.events == {"0": {"x": [({}, 0)]}, "1": {"x": [({}, 1)]}}
+
+
+def test_a_mistake_of_our_own_is_raised_too(monkeypatch):
+    from lox.loggers import _batch
+
+    logger = Recorder()
+    state = logger.init(jax.random.key(0))
+    monkeypatch.setattr(_batch, "sort", lambda jobs: 1 / 0)
+    with pytest.warns(lox.LoxWarning, match="failed handling 1 batches of events"):
+        logger.log(state, {"a": 1})
+        with pytest.raises(ZeroDivisionError):
+            logger.close()
+
+
+# --- the thread ---
+
+
+def test_a_full_queue_makes_the_program_wait():
+    class Slow(Recorder):
+        queue_size = 2
+
+        def write(self, run, logs):
+            gate.wait()
+            super().write(run, logs)
+
+    gate = threading.Event()
+    logger = Slow()
+    state = logger.init(jax.random.key(0))
+    sent = []
+
+    def send():
+        for n in range(20):
+            logger.log(state, {"n": n})
+            sent.append(n)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    time.sleep(0.2)
+    assert len(sent) < 5
+    gate.set()
+    thread.join(10)
+    logger.close()
+    assert logger.events == {"0": {"n": [({}, n) for n in range(20)]}}
+
+
+def test_a_busy_queue_is_written_in_few_calls():
+    class Gated(Recorder):
+        def write(self, run, logs):
+            gate.wait()
+            super().write(run, logs)
+
+    gate = threading.Event()
+    with Gated() as logger:
+        state = logger.init(jax.random.key(0))
+        for n in range(100):
+            logger.log(state, {"n": n}, step=n)
+        gate.set()
+    assert logger.events == {"0": {"n": [({"step": n}, n) for n in range(100)]}}
+    assert logger.writes <= 3
+
+
+def run_script(body, tmp_path, **options):
+    path = tmp_path / "script.py"
+    path.write_text("import sys, os, jax, jax.numpy as jnp, lox\n" + textwrap.dedent(body))
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    return subprocess.run(
+        [sys.executable, path, tmp_path], capture_output=True, text=True, env=env, timeout=60, **options
+    )
+
+
+def test_what_is_not_closed_is_closed_at_exit(tmp_path):
+    done = run_script(
+        """
+        import time
+        class Slow(lox.loggers.JsonlLogger):
+            def write(self, run, logs):
+                time.sleep(0.01)
+                super().write(run, logs)
+            def finish(self, run):
+                super().finish(run)
+                print("finished", run.name)
+        logger = Slow(sys.argv[1])
+        state = logger.init(jax.random.key(0))
+        def step(c, i):
+            lox.log({"x": i}, step=i)
+            return c, None
+        jax.jit(lambda s: logger.tap(lambda: jax.lax.scan(step, 0, jnp.arange(500)), s)())(state)
+        class Bad(lox.Logger):
+            def write(self, run, logs):
+                raise ValueError("too bad")
+        bad = Bad()
+        bad.log(bad.init(jax.random.key(1)), {"a": 1})
+        if os.fork() == 0:
+            try:
+                logger.log(state, {"x": 1})
+            except lox.LoxError as error:
+                assert "forked" in str(error), error
+                lox.loggers._pipeline._close_all()  # at exit too, the child must neither write nor wait
+                os._exit(0)  # JAX's own exit handlers may hang in a child
+            os._exit(1)
+        assert os.wait()[1] == 0
+        """,
+        tmp_path,
+    )
+    lines = (tmp_path / "0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["x"] for line in lines] == list(range(500))
+    assert done.stdout == "finished 0\n", done.stderr
+    assert "ValueError: too bad" in done.stderr
+
+
+def test_importing_lox_imports_neither_rich_nor_pandas(tmp_path):
+    done = run_script(
+        """
+        lox.loggers.ConsoleLogger, lox.progress(10), lox.logdict({"a": 1})._repr_html_()
+        print(sorted({"rich", "pandas", "wandb"} & {name.split(".")[0] for name in sys.modules}))
+        """,
+        tmp_path,
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+# --- plain files ---
+
+HOSTILE = ["../evil", "a\nb", "", "x" * 10_000, "ü☃\N{GRINNING FACE}", 'quote"d', "comma,", "nul\0", "/abs", "step"]
+
+
+@pytest.mark.parametrize("kind", [CsvLogger, JsonlLogger])
+def test_hostile_keys_are_data(kind, tmp_path):
+    folder = tmp_path / "runs"
+    with kind(folder) as logger:
+        state = logger.init(jax.random.key(0))
+        logger.log(state, {key: n for n, key in enumerate(HOSTILE)}, step=99)
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+    (path,) = folder.iterdir()
+    if kind is JsonlLogger:
+        (row,) = map(json.loads, path.read_text().splitlines())
+    else:
+        with open(path, newline="", encoding="utf-8") as file:
+            (cells,) = csv.DictReader(file)
+        row = {key: int(cell) for key, cell in cells.items()}
+    expected = {"step": 99} | {key: n for n, key in enumerate(HOSTILE) if key != "step"} | {"step [key]": 9}
+    assert row == expected
+
+
+def test_late_keys_of_a_csv_widen_the_table(tmp_path):
+    with CsvLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(3), {"lr": 0.1, "sizes": (1, 2)})
+        logger.log(state, {"a": 1}, step=0)
+        logger.log(state, {"b": 2.5, "a": 2}, step=1)
+        logger.log(state, {"c": jnp.array([1.0, jnp.nan]), "tree": {"m": 1, "s": (2, 3)}}, epoch=0)
+        logger.log(state, {"a": jnp.nan, "b": -jnp.inf})
+    assert (tmp_path / "3.csv").read_text() == (
+        "step,a,b,epoch,c,tree['m'],tree['s'][0],tree['s'][1]\n"
+        "0,1,,,,,,\n"
+        "1,2,2.5,,,,,\n"
+        ',,,0,"[1.0, ""NaN""]",1,2,3\n'
+        ",nan,-inf,,,,,\n"
+    )
+    assert json.loads((tmp_path / "3.csv.config.json").read_text()) == {"lr": 0.1, "sizes": [1, 2]}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3.csv", "3.csv.config.json"]
+
+
+def test_numbers_in_jsonl_are_exact_and_valid_json(tmp_path):
+    values = {
+        "f32": jnp.float32(0.1), "f64": np.float64(0.1), "bf16": jnp.bfloat16(1.5), "nan": np.nan, "inf": -np.inf,
+        "big": np.int64(2**60), "flag": True, "z": 1 + 2j, "grid": np.arange(4, dtype=np.uint8).reshape(2, 2),
+        "none": np.zeros((0,)), "tree": {"a": [1, 2.5]},
+    }  # fmt: skip
+    with JsonlLogger(tmp_path) as logger:
+        logger.log(logger.init(jax.random.key(0)), values)
+    text = (tmp_path / "0.jsonl").read_text()
+    assert "NaN" not in text.replace('"NaN"', "") and "Infinity" not in text.replace('"-Infinity"', "")
+    assert json.loads(text) == {
+        "f32": 0.1, "f64": 0.1, "bf16": 1.5, "nan": "NaN", "inf": "-Infinity", "big": 2**60, "flag": True,
+        "z": "(1+2j)", "grid": [[0, 1], [2, 3]], "none": [], "tree": {"a": [1, 2.5]},
+    }  # fmt: skip
+
+
+def test_files_are_never_overwritten_and_more_runs_than_open_files(tmp_path):
+    with JsonlLogger(tmp_path) as logger:
+        keys = jax.vmap(jax.random.key)(jnp.arange(200))
+        states = jax.vmap(logger.init)(keys)
+        for n in range(2):
+            jax.vmap(lambda s, n=n: logger.log(s, {"n": n}))(states)
+            logger.flush()
+    with JsonlLogger(tmp_path) as logger:
+        logger.log(logger.init(jax.random.key(7)), {"n": "again" and 9})
+    assert (tmp_path / "7.jsonl").read_text() == '{"n": 0}\n{"n": 1}\n'
+    assert (tmp_path / "7.1.jsonl").read_text() == '{"n": 9}\n'
+    assert len(list(tmp_path.iterdir())) == 201
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        CsvLogger(tmp_path / "file" / "runs").init(jax.random.key(0))
+    with pytest.raises(TypeError, match="`path` is 3; it must be the name of a folder"):
+        CsvLogger(3)

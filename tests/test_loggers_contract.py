@@ -1,0 +1,316 @@
+"""What every logger promises. A new logger is one more entry in `logger_cases.CASES`."""
+
+import threading
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from logger_cases import CASES, parts_of
+
+import lox
+
+case = pytest.mark.parametrize("case", CASES, ids=repr)
+how = pytest.mark.parametrize("how", ["spool", "tap"])
+KEYS = [jax.random.key(seed) for seed in (7, 8, 9)]
+
+
+def train(x):
+    def step(x, i):
+        x = x + 1.0
+        lox.log({"x": x, "y": 2 * x}, step=i, tags="metric")
+        lox.log({"norm": x * x}, tags="debug")
+        return x, None
+
+    return jax.lax.scan(step, x, jnp.arange(3))[0]
+
+
+def expected(x, prefix=""):
+    xs = [x + n + 1.0 for n in range(3)]
+    return {
+        f"{prefix}x": [({"step": n}, v) for n, v in enumerate(xs)],
+        f"{prefix}y": [({"step": n}, 2 * v) for n, v in enumerate(xs)],
+        f"{prefix}norm": [({}, v * v) for v in xs],
+    }
+
+
+def check(case, logger, events):
+    if case.read is not None:
+        assert case.read(logger) == events
+
+
+@case
+@how
+def test_eagerly_and_jitted(case, how, tmp_path):
+    with case.make(tmp_path) as logger:
+        for seed, run in enumerate(
+            [
+                lambda state: getattr(logger, how)(train, state)(1.0),
+                lambda state: getattr(logger, how)(jax.jit(train), state)(1.0),
+                jax.jit(lambda state: getattr(logger, how)(train, state)(1.0)),
+            ]
+        ):
+            assert float(run(logger.init(jax.random.key(seed)))) == 4.0
+    check(case, logger, {name: expected(1.0) for name in "012"})
+
+
+@case
+@how
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_one_run_per_lane(case, how, jit, tmp_path):
+    with case.make(tmp_path) as logger:
+        states = jax.vmap(logger.init)(jnp.stack(KEYS))
+        run = jit(jax.vmap(lambda state, x: getattr(logger, how)(train, state)(x)))
+        np.testing.assert_array_equal(run(states, jnp.array([0.0, 10.0, 20.0])), [3.0, 13.0, 23.0])
+    check(case, logger, {"7": expected(0.0), "8": expected(10.0), "9": expected(20.0)})
+
+
+@case
+@how
+def test_init_inside_of_everything(case, how, tmp_path):
+    with case.make(tmp_path) as logger:
+
+        @jax.jit
+        @jax.vmap
+        def run(key, x):
+            return getattr(logger, how)(train, logger.init(key))(x)
+
+        run(jnp.stack(KEYS[:2]), jnp.array([0.0, 10.0]))
+        logger.flush()
+        run(jnp.stack(KEYS[2:]), jnp.array([20.0]))
+    check(case, logger, {"7": expected(0.0), "8": expected(10.0), "9": expected(20.0)})
+
+
+@case
+@how
+def test_inside_a_scan(case, how, tmp_path):
+    with case.make(tmp_path) as logger:
+
+        @jax.jit
+        def run(state, x):
+            return jax.lax.scan(lambda x, _: (getattr(logger, how)(train, state)(x), None), x, None, 2)[0]
+
+        assert float(run(logger.init(KEYS[0]), 0.0)) == 6.0
+    both = {
+        key: first + second for (key, first), second in zip(expected(0.0).items(), expected(3.0).values(), strict=True)
+    }
+    check(case, logger, {"7": both})
+
+
+@case
+def test_a_run_per_iteration(case, tmp_path):
+    with case.make(tmp_path) as logger:
+
+        def step(carry, key):
+            logger.log(logger.init(key), {"a": 1.0})
+            return carry, None
+
+        jax.jit(lambda keys: jax.lax.scan(step, 0, keys))(jnp.stack(KEYS))
+    check(case, logger, {name: {"a": [({}, 1.0)]} for name in "789"})
+
+
+@case
+def test_log(case, tmp_path):
+    with case.make(tmp_path) as logger:
+        state = logger.init(KEYS[0])
+        logger.log(state, {"a": 1, "b": np.float32(0.5)}, prefix="p/", step=3)
+        jax.jit(lambda state, a: [logger.log(state, {"p/a": a + n}, step=n) for n in range(5)] and None)(state, 2)
+        logger.log(state, lox.spool(train, argnames="x")(0.0)[1], episode=1)
+    events = {
+        "p/a": [({"step": 3}, 1), *[({"step": n}, 2 + n) for n in range(5)]],
+        "p/b": [({"step": 3}, 0.5)],
+        "x": [({"step": n, "episode": 1}, n + 1.0) for n in range(3)],
+    }
+    check(case, logger, {"7": events})
+
+
+@case
+@how
+def test_options(case, how, tmp_path):
+    with case.make(tmp_path) as logger:
+        act = lambda **options: getattr(logger, how)(train, state, **options)(0.0)  # noqa: E731
+        state = logger.init(jax.random.key(0))
+        act(argnames=["x"], prefix="a/")
+        state = logger.init(jax.random.key(1))
+        act(tags="debug")
+        state = logger.init(jax.random.key(2))
+        act(argnames="x", interval=2)
+        state = logger.init(jax.random.key(3))
+        act(argnames="x", reduce="mean")
+        if how == "tap":
+            state = logger.init(jax.random.key(4))
+            act(argnames="x", buffer=2)
+            state = logger.init(jax.random.key(5))
+            act(argnames="x", buffer=2, reduce="max")
+    full = expected(0.0)
+    events = {
+        "0": {"a/x": full["x"]},
+        "1": {"norm": full["norm"]},
+        "2": {"x": full["x"][::2]},
+        "3": {"x": [({"step": 2}, 2.0)]},
+    }
+    if how == "tap":
+        events |= {"4": {"x": full["x"]}, "5": {"x": [({"step": 1}, 2.0), ({"step": 2}, 3.0)]}}
+    check(case, logger, events)
+
+
+@case
+def test_while_loops(case, tmp_path):
+    def halve(x):
+        def body(x):
+            lox.log({"x": x})
+            return x // 2
+
+        return jax.lax.while_loop(lambda x: x > 1, body, x)
+
+    with case.make(tmp_path) as logger:
+        states = jax.vmap(logger.init)(jnp.stack(KEYS[:2]))
+        jax.jit(jax.vmap(lambda s, x: logger.tap(halve, s)(x)))(states, jnp.array([5, 16]))
+        jax.jit(jax.vmap(lambda s, x: logger.spool(halve, s, capacity=9)(x)))(states, jnp.array([9, 3]))
+    events = {"7": [5, 2, 9, 4, 2], "8": [16, 8, 4, 2, 3]}
+    check(case, logger, {run: {"x": [({}, v) for v in values]} for run, values in events.items()})
+
+
+@case
+@how
+def test_ragged_lanes(case, how, tmp_path):
+    def f(xs):
+        def step(carry, x):
+            jax.lax.cond(x > 2, lambda: lox.log({"big": x}, step=x) and None, lambda: None)
+            return carry, None
+
+        jax.lax.scan(step, 0, xs)
+
+    with case.make(tmp_path) as logger:
+        states = jax.vmap(logger.init)(jnp.stack(KEYS))
+        jax.vmap(lambda s, xs: getattr(logger, how)(f, s)(xs))(states, jnp.array([[1, 2], [1, 5], [3, 4]]))
+    found = {"7": [], "8": [5], "9": [3, 4]}
+    check(case, logger, {run: {"big": [({"step": v}, v) for v in vs]} if vs else {} for run, vs in found.items()})
+
+
+@case
+def test_a_second_run_with_the_same_key(case, tmp_path):
+    with case.make(tmp_path) as logger:
+        for value in (1.0, 2.0):
+            logger.log(logger.init(KEYS[0]), {"a": value})
+    check(case, logger, {"7": {"a": [({}, 1.0)]}, "7.1": {"a": [({}, 2.0)]}})
+
+
+@case
+def test_flush_makes_events_visible(case, tmp_path):
+    with case.make(tmp_path) as logger:
+        state = logger.init(KEYS[0])
+        for n in range(3):
+            jax.jit(lambda state, n: logger.log(state, {"a": n}))(state, n)
+            logger.flush()
+            check(case, logger, {"7": {"a": [({}, m) for m in range(n + 1)]}})
+
+
+@case
+def test_after_closing(case, tmp_path):
+    logger = case.make(tmp_path)
+    state = logger.init(KEYS[0])
+    later = jax.jit(lambda state, x: logger.tap(train, state)(x))
+    later(state, 0.0)
+    logger.close()
+    logger.close()
+    name = type(logger).__name__
+    for use in (
+        lambda: logger.init(KEYS[0]),
+        lambda: logger.log(state, {"a": 1}),
+        lambda: logger.spool(train, state),
+        lambda: logger.tap(train, state),
+        lambda: logger.__enter__(),
+    ):
+        with pytest.raises(lox.LoxError, match=f"this {name} is closed. Make a new one"):
+            use()
+    with pytest.warns(lox.LoxWarning, match="events came after the logger was closed"):
+        assert float(later(state, 0.0)) == 3.0  # compiled before: the program cannot know
+        jax.effects_barrier()
+    with pytest.raises(Exception, match="events came after the logger was closed") as caught:
+        logger.close()
+    assert len(getattr(caught.value, "exceptions", [caught.value])) == len(parts_of(logger))
+    check(case, logger, {"7": expected(0.0)})
+
+
+@case
+@how
+def test_errors_do_not_reach_the_program(case, how, tmp_path, monkeypatch):
+    logger = case.make(tmp_path)
+    state = logger.init(KEYS[0])
+
+    def broken(runs, logs):
+        raise OSError("no space left")
+
+    broken_one = parts_of(logger)[0]
+    monkeypatch.setattr(broken_one, "write_lanes", broken)
+    with pytest.warns(lox.LoxWarning, match=r"failed writing .*OSError: no space left") as caught:
+        assert float(getattr(logger, how)(jax.jit(train), state)(1.0)) == 4.0
+        assert float(getattr(logger, how)(train, state)(1.0)) == 4.0
+        with pytest.raises(OSError, match="no space left"):
+            logger.flush()
+    assert len(caught) == 1
+    logger.flush()  # raised once
+    monkeypatch.undo()
+    logger.log(state, {"a": 1})  # and it goes on
+    logger.close()
+    for other in parts_of(logger)[1:]:
+        found = {p.stem: p.read_text().count("\n") for p in other.path.glob("*.jsonl")}
+        assert found == {"7": 13}
+
+
+@case
+def test_nothing_is_lost_in_a_small_queue(case, tmp_path, monkeypatch):
+    logger = case.make(tmp_path)
+    for part in parts_of(logger):
+        part.queue_size = 4
+        slowly = part.write_lanes
+        waited = []
+
+        def write_lanes(runs, logs, slowly=slowly, waited=waited):
+            time.sleep(0.002)
+            waited.append(len(runs))
+            slowly(runs, logs)
+
+        monkeypatch.setattr(part, "write_lanes", write_lanes)
+    with logger:
+        states = jax.vmap(logger.init)(jnp.stack(KEYS))
+
+        @jax.jit
+        @jax.vmap
+        def run(state, x):
+            def step(x, i):
+                lox.log({"x": x + i}, step=i)
+                return x, None
+
+            return logger.tap(lambda x: jax.lax.scan(step, x, jnp.arange(300))[0], state)(x)
+
+        run(states, jnp.array([0, 1000, 2000]))
+        logger.flush()
+        pending = [t for t in threading.enumerate() if t.name.startswith("lox-")]
+        assert len(pending) <= 16
+    check(case, logger, {n: {"x": [({"step": i}, 1000 * k + i) for i in range(300)]} for k, n in enumerate("789")})
+
+
+@case
+def test_no_warnings_and_no_retracing(case, tmp_path):
+    traces = []
+
+    @jax.jit
+    def f(x):
+        traces.append(1)
+        lox.log({"x": x})
+        return x
+
+    with warnings.catch_warnings(), case.make(tmp_path) as logger:
+        warnings.simplefilter("error")
+        state = logger.init(KEYS[0])
+        for how in ("spool", "tap"):
+            for n in range(4):
+                getattr(logger, how)(f, state, argnames=["x"])(jnp.float32(n))
+                if n == 0:
+                    count = len(traces)
+            assert len(traces) == count
+    check(case, logger, {"7": {"x": [({}, float(n)) for n in [*range(4), *range(4)]]}})
