@@ -24,14 +24,18 @@ __version__ = "0.1.0"
 
 from lox import _batching, _differentiation
 from lox import logify as logify
+from lox import store as store
 from lox import testing as testing
 from lox._errors import LogTypeError as LogTypeError
 from lox._errors import LoxError as LoxError
 from lox._errors import LoxWarning as LoxWarning
 from lox._errors import MismatchError as MismatchError
 from lox._errors import OptionError as OptionError
+from lox._errors import RunExistsError as RunExistsError
+from lox._errors import RunNotFoundError as RunNotFoundError
 from lox._errors import SpoolError as SpoolError
 from lox._errors import StepError as StepError
+from lox._errors import StoreError as StoreError
 from lox._errors import TransformError as TransformError
 from lox._log_grad import log_grad as log_grad
 from lox._logdict import logdict as logdict
@@ -42,6 +46,9 @@ from lox._reduce import Reduction as Reduction
 from lox._sink import config as config
 from lox._spool import spool as spool
 from lox._tap import tap as tap
+from lox.store import load as load
+from lox.store import runs as runs
+from lox.store import save as save
 
 _batching.install()
 _differentiation.install()

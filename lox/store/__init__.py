@@ -1,0 +1,26 @@
+"""Runs on disk: append-only Arrow streams, which survive a crash and which every Arrow tool reads.
+
+    DIR/<group-id>/meta.json           one group for each opening of a logger
+    DIR/<group-id>/runs.jsonl          its runs: names, PRNG keys, hyper-parameters
+    DIR/<group-id>/p0000-000.arrows    their events
+
+A segment (`.arrows`) is an Arrow IPC stream with the columns `run` (the number of a line in runs.jsonl), `wall`
+(seconds since 1970), one for each step and one for each array that was logged; the metadata of a column say to which
+key and dtype it belongs. With pyarrow, for instance:
+
+    pyarrow.ipc.open_stream(file).read_all()
+
+Most people need only `lox.save`, `lox.load` and `lox.runs`. `Writer` and `Reader` are what loggers and dashboards are
+made of.
+"""
+
+from lox.store import names as names
+from lox.store._load import load as load
+from lox.store._load import repair as repair
+from lox.store._load import runs as runs
+from lox.store._load import save as save
+from lox.store._reader import Reader as Reader
+from lox.store._reader import Run as Run
+from lox.store._reader import Runs as Runs
+from lox.store._rows import KeyData as KeyData
+from lox.store._writer import Writer as Writer
