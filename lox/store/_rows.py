@@ -34,6 +34,11 @@ class KeyData:
         self.data, self.impl = np.asarray(data, np.uint32), str(impl)
 
     @property
+    def dtype(self) -> str:
+        """The name of the dtype of such keys."""
+        return _dtypes.key_name(self.impl)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array of keys, without their words."""
         return self.data.shape[:-1]
@@ -78,7 +83,7 @@ class Rows:
             for key in logs:
                 self._order.setdefault(key, len(self._order))
             call = self._calls[signature] = _Call([_Plan(g, runs.shape) for g in gathered])
-        return [self._piece(runs, gathered, call, members) for members in _tables(gathered, call.plans)]
+        return [self._piece(runs, gathered, call, members) for members in _tables(gathered, call.kinds)]
 
     def _piece(self, runs: Array, gathered: list["_Gathered"], call: "_Call", members: tuple[int, ...]) -> Piece:
         first, plan = gathered[members[0]], call.plans[members[0]]
@@ -117,6 +122,9 @@ class _Call:
 
     def __init__(self, plans: list["_Plan"]):
         self.plans = plans
+        # Keys with the same number may share a table.
+        kinds: dict[Any, int] = {}
+        self.kinds = [kinds.setdefault(plan.shared, len(kinds)) for plan in plans]
         self.schemas: dict[tuple[int, ...], Schema] = {}
 
 
@@ -154,7 +162,7 @@ def _gather(key: str, logs: logdict) -> _Gathered:
         key,
         treedef,
         layout,
-        tuple([(x.impl, x.data.shape) if type(x) is KeyData else (x.dtype, x.shape) for x in leaves]),
+        tuple([(x.dtype, x.shape) for x in leaves]),
         tuple([(name, x.dtype, x.shape) for name, x in zip(names, steps, strict=True)]),
         None if valid is None else valid.shape,
     )
@@ -168,22 +176,24 @@ def _as_array(x: Any, key: str) -> Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _tables(gathered: list[_Gathered], plans: list["_Plan"]) -> list[tuple[int, ...]]:
+def _tables(gathered: list[_Gathered], kinds: list[int]) -> list[tuple[int, ...]]:
     """Which keys share a table: those whose rows have the same steps and the same mask."""
     if len(gathered) == 1:
         return [(0,)]
     tables: list[list[int]] = []
-    by_static: dict[Any, list[int]] = {}
-    for i, plan in enumerate(plans):
-        for t in by_static.setdefault(plan.shared, []):
-            other = gathered[tables[t][0]]
-            if _same(gathered[i].valid, other.valid) and all(map(_same, gathered[i].steps, other.steps)):
-                tables[t].append(i)
+    for i, of in enumerate(gathered):
+        for table in tables:
+            other = gathered[table[0]]
+            if kinds[table[0]] == kinds[i] and _same(of.valid, other.valid) and _all_same(of.steps, other.steps):
+                table.append(i)
                 break
         else:
-            by_static[plan.shared].append(len(tables))
             tables.append([i])
     return [tuple(table) for table in tables]
+
+
+def _all_same(a: list[Array], b: list[Array]) -> bool:
+    return all([_same(x, y) for x, y in zip(a, b, strict=True)])
 
 
 def _same(a: Array | None, b: Array | None) -> bool:
@@ -311,7 +321,7 @@ def _column(role: str, name: str, x: Any, spread: _Spread, path: str, key: str) 
     words = 0
     if type(x) is KeyData:
         words = x.data.shape[-1]
-        dtype = _dtypes.key_name(x.impl)
+        dtype = x.dtype
     else:
         dtype = _dtypes.name_of(x.dtype, repr(key) if role == "value" else f"the step {name!r} of {key!r}")
     shape = spread.rest_shape(np.shape(_words(x)))

@@ -202,7 +202,8 @@ class Writer:
             ]
             self._write_entries(entries)
             self._catalog.refresh()  # somebody else may have chosen the same names at the same moment
-            resolved = {e.index: r.name for r in self._catalog.records.values() for e in r.entries if e in entries}
+            here = self.group.name
+            resolved = {e.index: r.name for r in self._catalog.records.values() for e in r.entries if e.group == here}
             self.run_names += [resolved.get(e.index, e.name) for e in entries]
             if mode == "overwrite":
                 for group in self._catalog.dead_groups():
