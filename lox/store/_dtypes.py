@@ -115,10 +115,14 @@ def name_of(dtype: np.dtype[Any], what: str) -> str:
 # --- conversions that keep NaNs apart, which those of the hardware do not ---
 
 
+def _without(nan: Array, x: Array) -> Array:
+    return np.where(nan, np.zeros((), x.dtype), x) if nan.any() else x
+
+
 def _encode_half(x: Array) -> Array:
     bits = x.view(np.uint16).astype(np.uint32)
-    wide = x.astype(np.float32)
     nan = (bits & 0x7FFF) > 0x7C00
+    wide = _without(nan, x).astype(np.float32)
     if nan.any():
         rebuilt = (bits & 0x8000) << 16 | 0x7F800000 | (bits & 0x3FF) << 13
         wide.view(np.uint32)[nan] = rebuilt[nan]
@@ -128,11 +132,11 @@ def _encode_half(x: Array) -> Array:
 def _decode_half(x: Array) -> Array:
     bits = x.view(np.uint32)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    if not nan.any():
-        return x.astype(np.float16)
-    half = np.where(nan, np.float32(0), x).astype(np.float16)
-    rebuilt = ((bits >> 16) & 0x8000 | 0x7C00 | (bits >> 13) & 0x3FF).astype(np.uint16)
-    half.view(np.uint16)[nan] = rebuilt[nan]
+    with np.errstate(over="ignore"):  # only of a file that lox did not write
+        half = _without(nan, x).astype(np.float16)
+    if nan.any():
+        rebuilt = ((bits >> 16) & 0x8000 | 0x7C00 | (bits >> 13) & 0x3FF).astype(np.uint16)
+        half.view(np.uint16)[nan] = rebuilt[nan]
     return half
 
 
@@ -164,8 +168,8 @@ def _lookup(table: Array, order: Array, bits: Array) -> Array:
 
 def _exactly_double(x: Array) -> Array:
     bits = x.view(np.uint32)
-    nan = np.isnan(x)
-    wide = x.astype(np.float64)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    wide = _without(nan, x).astype(np.float64)
     if nan.any():
         b = bits.astype(np.uint64)
         rebuilt = (b & 0x80000000) << 32 | 0x7FF0000000000000 | (b & 0x7FFFFF) << 29
@@ -175,9 +179,9 @@ def _exactly_double(x: Array) -> Array:
 
 def _exactly_single(x: Array) -> Array:
     bits = x.view(np.uint64)
-    nan = np.isnan(x)
-    with np.errstate(over="ignore"):
-        narrow = np.where(nan, 0, x).astype(np.float32)
+    nan = (bits & 0x7FFFFFFFFFFFFFFF) > 0x7FF0000000000000
+    with np.errstate(over="ignore"):  # only of a file that lox did not write
+        narrow = _without(nan, x).astype(np.float32)
     if nan.any():
         rebuilt = ((bits >> 32) & 0x80000000 | 0x7F800000 | (bits >> 29) & 0x7FFFFF).astype(np.uint32)
         narrow.view(np.uint32)[nan] = rebuilt[nan]
