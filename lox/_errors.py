@@ -50,6 +50,10 @@ class StepError(LoxError, AttributeError):
 class StoreError(LoxError, OSError):
     """A file that cannot be written or read; `filename` says which."""
 
+    def __str__(self) -> str:
+        # Not that of OSError, which knows only numbers and file names.
+        return str(self.args[0]) if self.args else ""
+
 
 class RunNotFoundError(StoreError, FileNotFoundError):
     """No such run, or no runs at all."""

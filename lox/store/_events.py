@@ -42,7 +42,7 @@ def of_run(group: Group, run: int, select: Select, since: dict[SegmentReader, in
     alone = len(group.entries) == 1
     for segment, keys, with_wall in _segments(group, select):
         start = (since or {}).get(segment, 0)
-        parts = segment.all_batches(start) if alone else segment.batches_with(run, start)
+        parts = segment.batches_with(run, start)
         # A key that never happened is known to belong to a run only if there is no other.
         if parts or alone:
             rows = _Rows(segment, parts, keys, with_wall)
@@ -53,7 +53,7 @@ def of_run(group: Group, run: int, select: Select, since: dict[SegmentReader, in
 
 def of_all_runs(group: Group, select: Select, since: dict[SegmentReader, int] | None = None) -> dict[int, Chunks]:
     """The events of all runs of a group, by their number: each file is read once."""
-    if len(group.entries) == 1:
+    if len(group.entries) == 1:  # then there is nothing to sort
         run = group.entries[0].index
         return {run: of_run(group, run, select, since)}
     found: dict[int, Chunks] = {entry.index: {} for entry in group.entries}

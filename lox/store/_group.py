@@ -33,7 +33,6 @@ SEGMENT = re.compile(r"p(\d{4,})-(\d{3,})\.arrows")
 _MEDIA = re.compile(r"[0-9a-f]{64}\.\w{1,5}")
 META, RUNS = "meta.json", "runs.jsonl"
 _RECENT = 60.0  # seconds in which a writer on another machine has probably not died
-_MAX_JSON = 1 << 30
 
 WAY_OUT = "Choose another directory, or make this one writable."
 
@@ -208,11 +207,12 @@ class Group:
         """Read the lines of runs.jsonl that are new."""
         file = self.path / RUNS
         try:
-            if file.stat().st_size <= self._runs_read:
+            size = file.stat().st_size - self._runs_read
+            if size <= 0:
                 return
             with open(file, "rb") as opened:
                 opened.seek(self._runs_read)
-                text = opened.read(_MAX_JSON)
+                text = opened.read(size)  # memory for so much is taken at once
         except FileNotFoundError:
             return
         except OSError as error:

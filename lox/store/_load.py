@@ -187,7 +187,8 @@ def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, in
     repaired: dict[str, int] = {}
     for group in reader._catalog.groups.values():
         group.scan()
-        broken = [s for s in group.segments.values() if s.leftover]
+        # A writer that died before its first write has left an empty file.
+        broken = [s for s in group.segments.values() if s.leftover or s.schema is None]
         if broken and not force and group.is_alive():
             warnings.warn(
                 f"{str(group.path)!r} was left alone: its writer seems to be alive. "
