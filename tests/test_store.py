@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import datetime
 import json
+import os
+import subprocess
 import sys
 import threading
 
@@ -111,7 +113,7 @@ def test_key_data_stands_for_keys_in_callbacks(tmp_path):
 
 @pytest.mark.parametrize("value", ["text", np.asarray(["a"]), np.datetime64("2026-01-01"), object(), np.longdouble(1)])
 def test_what_cannot_be_stored(tmp_path, value):
-    with pytest.raises(lox.LogTypeError, match="'x' has .*lox cannot store"):
+    with pytest.raises(lox.LogTypeError, match=r"'x' has .*lox cannot store"):
         lox.save({"x": value}, tmp_path)
 
 
@@ -575,7 +577,7 @@ def test_missing(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(lox.StoreError, match="is a file: give the directory"):
         lox.load(tmp_path / "file")
-    with pytest.raises(lox.StoreError, match="'.*file' is a file: choose a directory"):
+    with pytest.raises(lox.StoreError, match=r"'.*file' is a file: choose a directory"):
         lox.save({"x": 1}, tmp_path / "file")
     with Writer(tmp_path / "a"), pytest.raises(lox.RunNotFoundError, match="has no runs yet"):
         lox.load(tmp_path / "a")
@@ -657,12 +659,13 @@ def test_meta(tmp_path):
 
 
 def test_many_schemas(tmp_path):
+    writer = Writer(tmp_path, buffer_bytes=1)
+    run = writer.open_run()
     with pytest.warns(lox.LoxWarning, match="more than 64 different sets of keys, shapes or dtypes") as warned:
-        with Writer(tmp_path, buffer_bytes=1) as writer:
-            run = writer.open_run()
-            for _ in range(2):
-                for i in range(70):
-                    writer.append(run, {f"k{i}": f32(i)})
+        for _ in range(2):
+            for i in range(70):
+                writer.append(run, {f"k{i}": f32(i)})
+    writer.close()
     assert len(warned) == 1
     logs = lox.load(tmp_path)
     assert [logs[f"k{i}"].tolist() for i in range(70)] == [[i, i] for i in range(70)]
@@ -695,7 +698,7 @@ def test_closed(tmp_path):
     writer.close()
     writer.flush()
     assert writer.closed
-    with pytest.raises(lox.StoreError, match="is closed. Make a new one"):
+    with pytest.raises(lox.StoreError, match=r"is closed\. Make a new one"):
         writer.append(run, loss(1))
     with pytest.raises(lox.StoreError, match="is closed"):
         writer.open_run()
@@ -752,8 +755,40 @@ def test_poll(tmp_path):
 
 
 def test_import_is_light():
-    import subprocess
-
     code = "import lox, sys; print([m for m in ('nanoarrow', 'rich', 'pyarrow', 'pickle5') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_poll_of_events_that_do_not_fit_together(tmp_path):
+    reader = Reader(tmp_path)
+    with Writer(tmp_path) as writer:
+        run = writer.open_run("a")
+        writer.append(run, {"x": f32(1), "y": f32(2)})
+        writer.append(run, {"x": f32([1, 2])})
+    with pytest.raises(lox.MismatchError, match="'x' is logged with different shape"):
+        reader.poll()
+    same(reader.poll(argnames="y")["a"], {"y": f32([2])})
+    assert reader.poll() == {}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_must_not_write(tmp_path):
+    code = f"""
+import os, numpy as np, lox, warnings
+warnings.simplefilter("ignore")
+writer = lox.store.Writer({str(tmp_path)!r})
+run = writer.open_run()
+writer.append(run, {{"x": np.float32(1)}})
+if os.fork() == 0:
+    try:
+        writer.append(run, {{"x": np.float32(2)}})
+    except lox.StoreError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+writer.close()
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "belongs to the process that this is a fork of" in found.stdout
+    assert lox.load(tmp_path)["x"].tolist() == [1]

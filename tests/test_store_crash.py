@@ -248,7 +248,7 @@ def test_read_only_directory(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.mkdir", refuse)
-        with pytest.raises(lox.StoreError, match="Read-only file system.\nChoose another directory") as error:
+        with pytest.raises(lox.StoreError, match=r"Read-only file system\.\nChoose another directory") as error:
             Writer(tmp_path / "new")
     assert error.value.filename.startswith(str(tmp_path / "new"))
     writer = Writer(tmp_path)
@@ -264,5 +264,5 @@ def test_read_only_directory(tmp_path, monkeypatch):
 
 def test_a_path_through_a_file(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(lox.StoreError, match="cannot write .*Not a directory"):
+    with pytest.raises(lox.StoreError, match=r"cannot write .*Not a directory"):
         lox.save({"x": 1}, tmp_path / "file" / "runs")

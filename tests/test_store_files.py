@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lox
-from lox.store import Reader, Writer, _flatbuffers, _schema
+from lox.store import Reader, Writer, _batch, _flatbuffers, _schema
 
 
 def segments(path):
@@ -401,7 +401,7 @@ def test_no_schema_hurts(pristine, edits):
         schema = _schema.decode(edited(message[8:], edits))
     except _flatbuffers.DamagedError:
         return
-    _schema.Batches(schema).layout(3)
+    _batch.Batches(schema).layout(3)
 
 
 def test_what_is_not_damaged_is_whole(pristine):

@@ -90,8 +90,15 @@ class _Rows:
     def __init__(self, segment: SegmentReader, parts: Parts, keys: list[str], with_wall: bool):
         assert segment.schema is not None
         schema: Schema = segment.schema
-        self.segment, self.schema = segment, schema
+        self.schema = schema
         self.of_key = {key.name: key for key in schema.keys if key.name in keys}
+        self.site = Site(f"{segment.path.parent.name}/{segment.path.name}")
+        self.trees: dict[str, tuple[list[Column], Any, tuple[str | None, ...]]] = {}
+        for key in self.of_key.values():
+            # Nodes that come back as dicts are flattened in another order than they were.
+            order, treedef = jax.tree.flatten(_structure.build(json.loads(key.structure), [*range(len(key.columns))]))
+            ordered = [key.columns[i] for i in order]
+            self.trees[key.name] = (ordered, treedef, tuple(c.codec.impl for c in ordered))
         mask = [schema.valid] if schema.valid else []
         wall = [WALL] if with_wall else []
         columns = [*wall, *schema.steps, *mask, *[c for key in self.of_key.values() for c in key.columns]]
@@ -102,11 +109,7 @@ class _Rows:
         self.data = {column: x[order] for column, x in self.data.items()}
 
     def chunk(self, key: str, part: slice) -> Chunk:
-        _, structure, columns, place = self.of_key[key]
-        # Nodes that come back as dicts are flattened in another order than they were.
-        tree = _structure.build(json.loads(structure), list(range(len(columns))))
-        order, treedef = jax.tree.flatten(tree)
-        ordered = [columns[i] for i in order]
+        ordered, treedef, impls = self.trees[key]
         valid = self.schema.valid
         series = Series(
             values=[Laned(self.data[c][part], c.lanes) for c in ordered],
@@ -115,10 +118,10 @@ class _Rows:
             treedef=treedef,
             single=False,
             key=key,
-            site=Site(f"{self.segment.path.parent.name}/{self.segment.path.name}"),
+            site=self.site,
         )
         wall = self.data[WALL][part] if WALL in self.data else None
-        return Chunk(wall, series, tuple(c.codec.impl for c in ordered), place)
+        return Chunk(wall, series, impls, self.of_key[key].order)
 
 
 # --- putting chunks together ---

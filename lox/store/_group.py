@@ -269,6 +269,8 @@ class Group:
 
     def delete(self) -> None:
         """Delete what lox wrote here, and the directory if nothing else is in it."""
+        if self.path.is_symlink():
+            return  # lox makes none: what it points to is somebody else's
         try:
             # What makes the group a group goes last: a deletion that is interrupted can be told from damage.
             names = os.listdir(self.path)

@@ -152,25 +152,34 @@ class Reader:
 
         The first poll returns everything. Events of one key come in order, unless its shape, dtype or steps change
         between two polls: then some that were logged before the last poll may come with the next one.
+
+        Raises:
+            MismatchError: The new events of a key do not fit into one array. Nothing is lost: poll again with other
+                `argnames`.
         """
         self.refresh()
         select = selector(argnames)
         found: dict[str, dict[str, list[Chunk]]] = {}
+        polled: dict[SegmentReader, int] = {}
         for group, wanted in self._by_group(self._catalog.records.values()).items():
-            segments = list(group.segments.values())
-            ends = {segment: len(segment.rows) for segment in segments}
+            ends = {segment: len(segment.rows) for segment in group.segments.values()}
             if all(self._polled.get(segment, 0) == end for segment, end in ends.items()):
                 continue
-            for number, chunks in _events.of_all_runs(group, select, self._polled).items():
+            try:
+                news = _events.of_all_runs(group, select, self._polled)
+            except _errors.RunNotFoundError:
+                continue  # overwritten at this moment
+            for number, chunks in news.items():
                 if number in wanted:
                     _merge(found.setdefault(wanted[number], {}), chunks)
-            self._polled.update(ends)
+            polled.update(ends)
         logs = {}
         for name in self._catalog.records:
             happened = {key: _events.join(c) for key, c in found.get(name, {}).items()}
             happened = {key: chunk for key, chunk in happened.items() if chunk.series.count()}
             if happened:
                 logs[name] = _events.to_logdict(happened)
+        self._polled.update(polled)  # not before: after an error one may poll again for other keys
         return logs
 
     # --- for load ---

@@ -16,8 +16,9 @@ import numpy as np
 
 from lox import _errors
 from lox.store import _schema
+from lox.store._batch import Batches
 from lox.store._flatbuffers import DamagedError
-from lox.store._schema import Batches, Column, Schema
+from lox.store._schema import Column, Schema
 
 Array = np.ndarray[Any, Any]
 
@@ -45,9 +46,9 @@ class SegmentWriter:
 
     def write_batch(self, rows: int, columns: Sequence[Any]) -> None:
         """Append rows, given the bytes of each column."""
-        header, _, sizes, _ = self.batches.layout(rows)
-        parts: list[Any] = [header] if self._preamble is None else [self._preamble, header]
-        for data, size in zip(columns, sizes, strict=True):
+        layout = self.batches.layout(rows)
+        parts: list[Any] = [layout.header] if self._preamble is None else [self._preamble, layout.header]
+        for data, size in zip(columns, layout.sizes, strict=True):
             parts.append(data)
             if size % 8:
                 parts.append(bytes(-size % 8))
@@ -163,14 +164,14 @@ class SegmentReader:
                 if self.end < size:
                     raise DamagedError("there is something after the end of the stream")
                 return
-            if header[:8] != layouts.layout(0)[0][: min(8, len(header))]:
+            if header[:8] != layouts.layout(0).header[: min(8, len(header))]:
                 raise DamagedError("no batch begins here")
             rows = layouts.rows_of(header, size - self.end)
             if rows < 0:
                 return
             self.offsets.append(self.end)
             self.rows.append(rows)
-            self.end += header_size + layouts.layout(rows)[3]
+            self.end += header_size + layouts.layout(rows).body
 
     def batches_with(self, run: int, start: int = 0) -> list[tuple[int, int, int]]:
         """The batches from `start` on with rows of a run, and which rows these are. Rows are sorted by run."""
@@ -229,13 +230,13 @@ class SegmentReader:
     def _raw(self, file: BinaryIO, number: int, batch: int, start: int, stop: int, out: Array | None = None) -> Array:
         """Arrow's values of some rows of a column."""
         assert self._batches is not None
-        column = self._batches.columns[number]
-        items, dtype = column.items, column.codec.arrow
+        items, dtype = self._batches.items[number], self._batches.arrow[number]
         if out is None:
             out = np.empty((stop - start) * items, dtype)
         if not out.size:
             return out
-        offset = self.offsets[batch] + self._batches.header_size + self._batches.layout(self.rows[batch])[1][number]
+        layout = self._batches.layout(self.rows[batch])
+        offset = self.offsets[batch] + self._batches.header_size + layout.offsets[number]
         if dtype == np.bool_:
             first, last = start * items, stop * items
             packed = np.frombuffer(_read(file, offset + first // 8, (last + 7) // 8 - first // 8), np.uint8)

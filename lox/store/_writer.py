@@ -14,10 +14,11 @@ import numpy as np
 
 from lox import _errors
 from lox.store import _catalog, _group, _open, names
+from lox.store._batch import Batches
 from lox.store._catalog import Catalog
 from lox.store._group import Entry
 from lox.store._rows import Piece, Rows
-from lox.store._schema import Batches, Schema
+from lox.store._schema import Schema
 from lox.store._segment import SegmentWriter
 
 Array = np.ndarray[Any, Any]
@@ -119,6 +120,7 @@ class Writer:
         self._config = _group.plain(config)
         self._lock = threading.RLock()
         self._created = time.time()
+        self._pid = os.getpid()
         self._catalog = Catalog(self.path)
         self._rows = Rows()
         self._tables: dict[Schema, _Table] = {}  # the one that was written last comes last
@@ -246,9 +248,9 @@ class Writer:
             StoreError: The disk refuses. The events are kept and written later, if that becomes possible: do not
                 append them again, unless the message says that they were not taken.
         """
-        pieces = self._rows.of(runs, logs)
         with self._lock:
             self._check_open()
+            pieces = self._rows.of(runs, logs)
             if self._pending > _MAX_PENDING:
                 raise _errors.StoreError(
                     f"{str(self.group)!r} cannot be written to, and {self._pending >> 20} MB are waiting in memory: "
@@ -326,6 +328,7 @@ class Writer:
         with self._lock:
             if self._closed:
                 return
+            self._check_open()
             self._write_pending()
             if fsync:
                 for table in self._tables.values():
@@ -337,6 +340,7 @@ class Writer:
         with self._lock:
             if self._closed:
                 return
+            self._check_open()
             try:
                 self._write_pending()
                 for table in self._tables.values():
@@ -357,6 +361,10 @@ class Writer:
     def _check_open(self) -> None:
         if self._closed:
             raise _errors.StoreError(f"the writer of {str(self.path)!r} is closed. Make a new one.")
+        if os.getpid() != self._pid:
+            raise _errors.StoreError(
+                f"the writer of {str(self.path)!r} belongs to the process that this is a fork of. Make a new one."
+            )
 
     @property
     def closed(self) -> bool:
