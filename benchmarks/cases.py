@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import storage
 import training
 from timing import Row, compare
 
@@ -174,4 +175,5 @@ CASES = {
     "nolog": nolog,
     "dispatch": dispatch,
     "tap": tap,
+    **storage.CASES,
 }

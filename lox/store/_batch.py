@@ -38,7 +38,8 @@ class Batches:
         self._layouts: dict[int, BatchLayout] = {}
         self._rows = struct.Struct("<q")
         self.items = [c.items for c in self.columns]
-        self.arrow = [c.codec.arrow for c in self.columns]
+        self.codecs = [c.codec for c in self.columns]
+        self.arrow = [codec.arrow for codec in self.codecs]
         self._spec = [
             (c.items, 1 if c.codec.arrow == np.bool_ else 8 * c.codec.arrow.itemsize, c.is_list) for c in self.columns
         ]

@@ -62,7 +62,7 @@ def resolve(entries: list[Entry]) -> dict[str, Record]:
     """The runs that these entries amount to, in the order in which they were begun."""
     records: dict[str, Record] = {}
     bases: dict[str, list[str]] = {}
-    for entry in sorted(entries, key=lambda e: (e.opened, e.group, e.index)):
+    for entry in sorted(entries, key=lambda e: (e.opened, e.group, e.number)):
         attempts = bases.setdefault(entry.base, [])
         if entry.mode == "overwrite":
             for name in attempts:

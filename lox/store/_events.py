@@ -54,9 +54,9 @@ def of_run(group: Group, run: int, select: Select, since: dict[SegmentReader, in
 def of_all_runs(group: Group, select: Select, since: dict[SegmentReader, int] | None = None) -> dict[int, Chunks]:
     """The events of all runs of a group, by their number: each file is read once."""
     if len(group.entries) == 1:  # then there is nothing to sort
-        run = group.entries[0].index
+        run = group.entries[0].number
         return {run: of_run(group, run, select, since)}
-    found: dict[int, Chunks] = {entry.index: {} for entry in group.entries}
+    found: dict[int, Chunks] = {entry.number: {} for entry in group.entries}
     for segment, keys, with_wall in _segments(group, select):
         parts = segment.all_batches((since or {}).get(segment, 0))
         if not parts:

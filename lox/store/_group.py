@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,12 +37,11 @@ _RECENT = 60.0  # seconds in which a writer on another machine has probably not 
 WAY_OUT = "Choose another directory, or make this one writable."
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A line of runs.jsonl: a run, or a further piece of one."""
 
     group: str
-    index: int
+    number: int  # of the run in its group
     name: str
     base: str  # the name without the number of the attempt
     mode: str
@@ -55,7 +54,7 @@ class Entry:
         """As text; only ASCII, and never more than a line."""
         key = None if self.key_data is None else {"impl": self.key_impl, "data": list(self.key_data)}
         line = {
-            "run": self.index,
+            "run": self.number,
             "name": self.name,
             "base": self.base,
             "mode": self.mode,
@@ -66,13 +65,12 @@ class Entry:
         return json.dumps(line).encode() + b"\n"
 
     @classmethod
-    def from_line(cls, line: bytes, group: str) -> "Entry":
+    def from_json(cls, found: Any, group: str) -> "Entry":
         """The opposite; ValueError for anything else."""
         try:
-            found = json.loads(line)
             key = found["key"]
-            data = None if key is None else tuple(int(word) for word in key["data"])
-            if data is not None and (not 0 < len(data) <= 64 or not all(0 <= word < 2**32 for word in data)):
+            data = None if key is None else tuple(map(int, key["data"]))
+            if data is not None and (not 0 < len(data) <= 64 or min(data) < 0 or max(data) >= 2**32):
                 raise ValueError("no PRNG key")
             entry = cls(
                 group,
@@ -87,7 +85,7 @@ class Entry:
             )
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(f"no run: {error}") from error
-        if not 0 <= entry.index < 2**31:
+        if not 0 <= entry.number < 2**31:
             raise ValueError("no run: a negative number")
         return entry
 
@@ -219,15 +217,15 @@ class Group:
             raise _errors.cannot_read(file, error) from error
         whole = text.rfind(b"\n") + 1  # the last line may still be on its way
         self._runs_read += whole
-        known = {entry.index for entry in self.entries}
-        for line in text[:whole].splitlines():
+        known = {entry.number for entry in self.entries}
+        for line in _parse_lines(text[:whole]):
             try:
-                entry = Entry.from_line(line, self.id)
+                entry = Entry.from_json(line, self.id)
             except ValueError as error:
                 self.problems.append(f"{str(file)!r} has a damaged line ({error})")
                 continue
-            if entry.index not in known:
-                known.add(entry.index)
+            if entry.number not in known:
+                known.add(entry.number)
                 self.entries.append(entry)
 
     def scan(self) -> None:
@@ -284,6 +282,22 @@ class Group:
                     directory.rmdir()
         except OSError as error:
             raise _errors.cannot_write(self.path, error, WAY_OUT) from error
+
+
+def _parse_lines(text: bytes) -> list[Any]:
+    """What the lines say; None for those that say nothing."""
+    lines = text.splitlines()
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(b"[" + b",".join(lines) + b"]")  # a thousand lines at once are twice as fast
+        if len(found) == len(lines):
+            return found
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except (ValueError, RecursionError):
+            found.append(None)
+    return found
 
 
 def _list(directory: Path) -> list[str]:

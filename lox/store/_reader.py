@@ -189,14 +189,14 @@ class Reader:
         found: dict[str, dict[int, str]] = {}
         for record in records:
             for entry in record.entries:
-                found.setdefault(entry.group, {})[entry.index] = record.name
+                found.setdefault(entry.group, {})[entry.number] = record.name
         return {self._catalog.groups[id_]: found[id_] for id_ in sorted(found)}
 
     def _logs(self, name: str, select: Select) -> logdict:
         chunks: dict[str, list[Chunk]] = {}
         for entry in self._catalog.records[name].entries:
             group = self._catalog.groups[entry.group]
-            _merge(chunks, _events.of_run(group, entry.index, select))
+            _merge(chunks, _events.of_run(group, entry.number, select))
         return _events.to_logdict({key: _events.join(of) for key, of in chunks.items()})
 
     def _chunks_of_all(self, names: list[str], select: Select) -> dict[str, dict[str, Chunk]]:
@@ -212,7 +212,7 @@ class Reader:
                     pieces[group.id, number] = of
         for record in records:
             for entry in record.entries:
-                _merge(chunks[record.name], pieces.get((entry.group, entry.index), {}))
+                _merge(chunks[record.name], pieces.get((entry.group, entry.number), {}))
         return {name: {key: _events.join(of) for key, of in c.items()} for name, c in chunks.items()}
 
     def _no_run(self, name: str) -> _errors.RunNotFoundError:

@@ -61,13 +61,12 @@ class _Table:
         if (runs[1:] < runs[:-1]).any():
             order = np.argsort(runs, kind="stable")
         encoded = []
-        for column, data in zip(self.batches.columns, raw, strict=True):
-            if not column.items:
+        for items, codec, data in zip(self.batches.items, self.batches.codecs, raw, strict=True):
+            if not items:
                 encoded.append(b"")
                 continue
             if order is not None:
                 data = np.frombuffer(data, np.dtype((np.void, len(data) // self.rows)))[order].tobytes()
-            codec = column.codec
             stored = codec.encode(np.frombuffer(data, codec.memory))
             if stored.dtype == np.bool_:
                 stored = np.packbits(stored, bitorder="little")
@@ -205,8 +204,8 @@ class Writer:
             self._write_entries(entries)
             self._catalog.refresh()  # somebody else may have chosen the same names at the same moment
             here = self.group.name
-            resolved = {e.index: r.name for r in self._catalog.records.values() for e in r.entries if e.group == here}
-            self.run_names += [resolved.get(e.index, e.name) for e in entries]
+            resolved = {e.number: r.name for r in self._catalog.records.values() for e in r.entries if e.group == here}
+            self.run_names += [resolved.get(e.number, e.name) for e in entries]
             if mode == "overwrite":
                 for group in self._catalog.dead_groups():
                     if not group.is_alive():
