@@ -792,3 +792,43 @@ writer.close()
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "belongs to the process that this is a fork of" in found.stdout
     assert lox.load(tmp_path)["x"].tolist() == [1]
+
+
+@pytest.mark.parametrize("mode", ["new", "append", "overwrite"])
+def test_one_key_twice_is_two_runs(tmp_path, mode):
+    lox.save({"x": 0.0}, tmp_path, KEY)
+    with Writer(tmp_path) as writer:
+        runs = writer.open_runs(key_data=[[0, 42], [0, 42]], mode=mode)
+        for run in runs:
+            writer.append(run, {"x": np.float64(run + 1)})
+    found = {name: logs["x"].tolist() for name, logs in lox.load(tmp_path).items()}
+    assert (
+        found
+        == {
+            "new": {"42": [0], "42.1": [1], "42.2": [2]},
+            "append": {"42": [0, 1], "42.1": [2]},
+            "overwrite": {"42": [1], "42.1": [2]},
+        }[mode]
+    )
+    assert writer.run_names == list(found)[-2:]
+
+
+def test_a_writer_that_nobody_closes(tmp_path):
+    code = f"""
+import numpy as np, lox
+def f():
+    writer = lox.store.Writer({str(tmp_path)!r})
+    writer.append(writer.open_run(), {{"x": np.float32(1)}})
+f()
+writer = lox.store.Writer({str(tmp_path)!r})
+writer.append(writer.open_run(mode="append"), {{"x": np.float32(2)}})
+"""
+    subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert lox.load(tmp_path)["x"].tolist() == [1, 2]
+
+
+def test_device_lanes(tmp_path):
+    """Logs of `shard_map` have lanes that are named after mesh axes."""
+    layout = lox._logdict.Layout(True, ((("x", "y"), False),), (2,))
+    lox.save(lox.logdict({"a": f32([[1, 2]])}, layouts={"a": layout}), tmp_path)
+    assert lox.load(tmp_path)._layouts["a"] == layout

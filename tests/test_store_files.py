@@ -299,6 +299,7 @@ def load_everything(path):
             lambda: dict(lox.load(path)),
             lambda: lox.load(path).stack(),
             lambda: lox.load(path, jax.random.key(1)),
+            lambda: lox.runs(path),
             lambda: Reader(path).poll(),
             lambda: lox.store.repair(path),
             lambda: lox.load(path),

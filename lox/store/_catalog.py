@@ -84,27 +84,32 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def choose_names(catalog: Catalog, bases: list[str], mode: str) -> list[str]:
-    """What runs that are opened now are to be called."""
+def choose_names(catalog: Catalog, bases: list[str], mode: str) -> list[tuple[str, str]]:
+    """What runs that are opened now are to be called, and the mode of each.
+
+    Two that are opened together are two runs, even if they have the same key.
+    """
     taken = set(catalog.records)
     newest = {record.base: record.name for record in catalog.records.values()}
-    chosen = []
+    chosen: dict[str, str] = {}
+    result = []
     for base in bases:
         if mode == "error" and base in newest:
             raise _errors.RunExistsError(
                 f"the run {newest[base]!r} is already in {str(catalog.path)!r}.\n"
                 'Use another PRNG key or directory, or one of mode="new", "append" and "overwrite".'
             )
-        if mode == "append" and base in newest:
+        how = "new" if base in chosen else mode
+        if how == "append" and base in newest:
             name = newest[base]
-        elif mode == "overwrite":
+        elif how == "overwrite":
             name = base
         else:
             name = names.attempt(base, taken)
         taken.add(name)
-        newest[base] = name
-        chosen.append(name)
-    return chosen
+        chosen[base] = newest[base] = name
+        result.append((name, how))
+    return result
 
 
 def words(key_data: Any) -> tuple[int, ...]:

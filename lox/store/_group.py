@@ -34,6 +34,8 @@ _MEDIA = re.compile(r"[0-9a-f]{64}\.\w{1,5}")
 META, RUNS = "meta.json", "runs.jsonl"
 _RECENT = 60.0  # seconds in which a writer on another machine has probably not died
 
+_FAR_FUTURE = 2.0e11  # beyond which there are no dates
+
 WAY_OUT = "Choose another directory, or make this one writable."
 
 
@@ -85,8 +87,8 @@ class Entry(NamedTuple):
             )
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(f"no run: {error}") from error
-        if not 0 <= entry.number < 2**31:
-            raise ValueError("no run: a negative number")
+        if not (0 <= entry.number < 2**31 and 0 <= entry.opened < _FAR_FUTURE):
+            raise ValueError("no run: an impossible number")
         return entry
 
 

@@ -1,5 +1,7 @@
 """Who in this process is writing where, so that readers see what was logged before they were called."""
 
+import atexit
+import os
 import threading
 import warnings
 import weakref
@@ -9,6 +11,7 @@ from typing import Any
 
 from lox import _errors
 
+_pid = os.getpid()
 _lock = threading.Lock()
 _flushers: list[tuple[Path, Any]] = []
 
@@ -39,6 +42,16 @@ def flush(path: Path) -> None:
             method()
         except _errors.StoreError as error:
             warnings.warn(f"not all that was logged is on disk: {error}", _errors.LoxWarning, stacklevel=4)
+
+
+@atexit.register
+def _flush_at_exit() -> None:
+    """What nobody has closed is not lost."""
+    with _lock:
+        methods = [method() for _, method in _flushers]
+    for method in reversed(methods):
+        if method is not None and os.getpid() == _pid:
+            method()
 
 
 def is_open(group: Path) -> bool:

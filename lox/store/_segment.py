@@ -71,13 +71,6 @@ class SegmentWriter:
             raise _errors.cannot_write(self.path, error, WAY_OUT) from error
         self.size += len(data)
 
-    def sync(self) -> None:
-        """Wait until the data are on the disk."""
-        try:
-            os.fsync(self._file)
-        except OSError as error:
-            raise _errors.cannot_write(self.path, error, WAY_OUT) from error
-
     def close(self) -> None:
         """End the stream."""
         if self._file >= 0:

@@ -19,7 +19,7 @@ from lox.store._catalog import Catalog
 from lox.store._group import Entry
 from lox.store._rows import Piece, Rows
 from lox.store._schema import Schema
-from lox.store._segment import SegmentWriter
+from lox.store._segment import WAY_OUT, SegmentWriter
 
 Array = np.ndarray[Any, Any]
 
@@ -128,10 +128,12 @@ class Writer:
         self._refused = 0  # pending bytes when writing failed: try again when there are more
         self._wall = 0.0
         self._segments = 0
+        self._unsynced: list[str] = []  # segments that have been written to since the last fsync
         self._warned = False
-        self._closed = False
+        self._closed = True  # until it is open
         self.group = _group.create(self.path).resolve()
         _group.write_meta(self.group, self._created, self._process, "open", self._config)
+        self._closed = False
         _open.register(self.path, self.flush)
 
     # --- runs ---
@@ -193,13 +195,13 @@ class Writer:
                     first + i,
                     name,
                     base,
-                    mode,
+                    how,
                     opened,
                     None if data is None else _catalog.words(data[i]),
                     None if data is None else key_impl,
                     None if configs is None else _group.plain(configs[i]),
                 )
-                for i, (name, base) in enumerate(zip(chosen, bases, strict=True))
+                for i, ((name, how), base) in enumerate(zip(chosen, bases, strict=True))
             ]
             self._write_entries(entries)
             self._catalog.refresh()  # somebody else may have chosen the same names at the same moment
@@ -296,6 +298,7 @@ class Writer:
             self._close_oldest_segments()
             path = self.group / f"p{self._process:04d}-{self._segments:03d}.arrows"
             table.segment = SegmentWriter(path, table.batches)
+            self._unsynced.append(path.name)
             self._segments += 1
         return table.segment
 
@@ -330,9 +333,12 @@ class Writer:
             self._check_open()
             self._write_pending()
             if fsync:
-                for table in self._tables.values():
-                    if table.segment is not None and not table.segment.closed:
-                        table.segment.sync()
+                # The directories too, or the files might not be found after a loss of power.
+                segments = [self.group / name for name in self._unsynced]
+                for file in [*segments, self.group / _group.RUNS, self.group, self.path]:
+                    _sync(file)
+                live = [t.segment for t in self._tables.values() if t.segment is not None and not t.segment.closed]
+                self._unsynced = [segment.path.name for segment in live]
 
     def close(self) -> None:
         """Flush and end the files. Afterwards nothing can be appended; closing again does nothing."""
@@ -356,6 +362,11 @@ class Writer:
                 self._closed = True
                 self._tables.clear()
                 _open.unregister(self.flush)
+
+    def __del__(self) -> None:
+        # Nothing is lost if nobody closes it. In a fork it is somebody else's to close.
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            self.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -382,6 +393,22 @@ class Writer:
             if error is None:
                 raise
             error.add_note(str(refused))  # what went wrong inside comes first
+
+
+def _sync(file: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    if os.name == "nt" and file.is_dir():
+        return  # cannot be opened there
+    try:
+        descriptor = os.open(file, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        pass  # no run was opened yet
+    except OSError as error:
+        raise _errors.cannot_write(file, error, WAY_OUT) from error
 
 
 def _with_note(error: _errors.StoreError, note: str) -> _errors.StoreError:
