@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import subprocess
@@ -18,6 +19,8 @@ from exact import boolean, f32, i32, same
 
 import lox
 from lox.store import KeyData, Reader, Writer, names
+from lox.store._catalog import resolve
+from lox.store._group import Entry
 
 
 def bits(x):
@@ -832,3 +835,44 @@ def test_device_lanes(tmp_path):
     layout = lox._logdict.Layout(True, ((("x", "y"), False),), (2,))
     lox.save(lox.logdict({"a": f32([[1, 2]])}, layouts={"a": layout}), tmp_path)
     assert lox.load(tmp_path)._layouts["a"] == layout
+
+
+def test_steps_of_different_keys_are_kept_apart(tmp_path):
+    logs = lox.logdict({"x": f32([1, 2]), "y": f32([3, 4]), "z": f32([5, 6])})
+    logs.steps = {"step": {"x": i32([0, 1]), "y": i32([5, 6]), "z": i32([0, 1])}}
+    lox.save(logs, tmp_path)
+    loaded = lox.load(tmp_path)
+    same(loaded, dict(logs))
+    same(loaded.steps["step"], logs.steps["step"])
+    assert len(list(tmp_path.glob("*/*.arrows"))) == 2  # what has the same steps shares a file
+
+
+def entry(group, name, base, mode, opened, number=0):
+    return Entry(group, number, name, base, mode, opened, None, None, None)
+
+
+def test_two_that_chose_the_same_name():
+    """Of processes that begin a run at the same moment, the later one gets the next number, whoever reads it."""
+    entries = [
+        entry("b", "42", "42", "new", 2.0),
+        entry("a", "42", "42", "new", 1.0),
+        entry("c", "42", "42", "new", 2.0),
+    ]
+    for order in itertools.permutations(entries):
+        found = resolve(list(order))
+        assert {name: record.entries[0].group for name, record in found.items()} == {
+            "42": "a",
+            "42.1": "b",
+            "42.2": "c",
+        }
+
+
+def test_the_time_decides_what_is_overwritten():
+    """Not the age of the group: a long-lived writer may begin a run after another one has overwritten its first."""
+    entries = [
+        entry("old", "42", "42", "new", 1.0, 0),
+        entry("young", "42", "42", "overwrite", 2.0),
+        entry("old", "42.1", "42", "new", 3.0, 1),
+    ]
+    found = resolve(entries)
+    assert {name: record.entries[0].group for name, record in found.items()} == {"42": "young", "42.1": "old"}

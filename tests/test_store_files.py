@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import struct
 import tempfile
 import tracemalloc
 import warnings
@@ -414,6 +415,65 @@ def test_what_is_not_damaged_is_whole(pristine):
         assert logs["m"]["a"].all()
     assert runs["0"]["k"].shape == (4, 4)
     assert "k" not in runs["1"]
+
+
+def decode(message):
+    return _schema.decode(message[8:])
+
+
+def test_a_schema_that_contradicts_itself(tmp_path):
+    lox.save({"x": np.uint32([1])}, tmp_path)
+    message = schema_bytes(segments(tmp_path)[0].read_bytes())
+    assert [key.name for key in decode(message).keys] == ["x"]
+    assert message.count(b"uint32") == 1
+    with pytest.raises(_flatbuffers.DamagedError, match="not stored as its dtype uint64 says"):
+        decode(message.replace(b"uint32", b"uint64"))
+    huge = _schema.Column("value", "x", "float32", (0, 10**9, 10**9))
+    message = _schema.encode(_schema.Schema((), None, (_schema.Key("x", '"*"', (huge,), 0),)))
+    with pytest.raises(_flatbuffers.DamagedError, match="too large a shape"):
+        decode(message)
+    twice = _schema.Key("x", '"*"', (_schema.Column("value", "x", "float32"),), 0)
+    with pytest.raises(_flatbuffers.DamagedError, match="do not fit the keys"):
+        decode(_schema.encode(_schema.Schema((), None, (twice, twice))))
+
+
+def test_a_message_that_repeats_itself():
+    """A thousand entries that are all one table, which has a thousand entries that are all one table."""
+    n = 1000
+    vtable = struct.pack("<4H", 6, 8, 4, 0)  # at 4: field 0 is at +4
+    inner = 24 + 4 * n
+    innermost = inner + 12 + 4 * n
+    message = (
+        struct.pack("<I", 12)
+        + vtable
+        + struct.pack("<iI", 12 - 4, 4)
+        + struct.pack(f"<{n + 1}I", n, *[inner - (24 + 4 * i) for i in range(n)])
+        + struct.pack("<iI", inner - 4, 4)
+        + struct.pack(f"<{n + 1}I", n, *[innermost - (inner + 12 + 4 * i) for i in range(n)])
+        + struct.pack("<iI", innermost - 4, 0)
+    )
+    read = 0
+    with pytest.raises(_flatbuffers.DamagedError, match="more is in the message than fits into it"):
+        for table in _flatbuffers.Table.root(message).tables(0):
+            read += len(table.tables(0))
+    assert read == n
+
+
+def test_offsets_that_point_outside():
+    with pytest.raises(_flatbuffers.DamagedError, match="points outside"):
+        _flatbuffers.Table.root(struct.pack("<Ii", 4, 16) + bytes(100))  # a vtable before the beginning
+    with pytest.raises(_flatbuffers.DamagedError, match="points outside"):
+        _flatbuffers.Table.root(struct.pack("<I", 1000))
+
+
+def test_a_structure_of_many_levels():
+    structure = '"*"'
+    for _ in range(100_000):
+        structure = f'{{"list": [{structure}]}}'
+    column = _schema.Column("value", "x", "float32")
+    message = _schema.encode(_schema.Schema((), None, (_schema.Key("x", structure, (column,), 0),)))
+    with pytest.raises(_flatbuffers.DamagedError, match="makes no sense"):
+        decode(message)
 
 
 def test_a_batch_that_lies_about_its_length(tmp_path):

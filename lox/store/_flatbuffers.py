@@ -12,20 +12,38 @@ class DamagedError(Exception):
     """These bytes are not what they should be. Never reaches users as such."""
 
 
+class _Budget:
+    """How much may be read out of a buffer in all.
+
+    In a sound one no two things lie in the same place. In a hostile one, a thousand entries may be the same vector of
+    a thousand entries, and so on.
+    """
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int):
+        self.left = left
+
+    def take(self, size: int) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise DamagedError("more is in the message than fits into it")
+
+
 class Table:
     """A table inside a buffer: fields are found by number."""
 
-    __slots__ = ("buffer", "position", "vtable", "vtable_size")
+    __slots__ = ("budget", "buffer", "position", "vtable", "vtable_size")
 
-    def __init__(self, buffer: bytes, position: int):
-        self.buffer, self.position = buffer, position
+    def __init__(self, buffer: bytes, position: int, budget: _Budget):
+        self.buffer, self.position, self.budget = buffer, position, budget
         self.vtable = position - read(buffer, "<i", position)
         self.vtable_size = read(buffer, "<H", self.vtable)
 
     @classmethod
     def root(cls, buffer: bytes) -> "Table":
         """The outermost table."""
-        return cls(buffer, read(buffer, "<I", 0))
+        return cls(buffer, read(buffer, "<I", 0), _Budget(len(buffer)))
 
     def _field(self, number: int) -> int:
         """Where a field is; 0 if it is absent."""
@@ -47,7 +65,7 @@ class Table:
     def table(self, number: int) -> "Table | None":
         """A table."""
         target = self._target(number)
-        return Table(self.buffer, target) if target else None
+        return Table(self.buffer, target, self.budget) if target else None
 
     def string(self, number: int) -> str:
         """A string; empty if absent."""
@@ -55,6 +73,7 @@ class Table:
         if not target:
             return ""
         size = read(self.buffer, "<I", target)
+        self.budget.take(size)
         text = self.buffer[target + 4 : target + 4 + size]
         if len(text) != size:
             raise DamagedError("a string ends outside its message")
@@ -69,10 +88,9 @@ class Table:
         if not target:
             return []
         size = read(self.buffer, "<I", target)
-        if target + 4 + 4 * size > len(self.buffer):
-            raise DamagedError("a vector ends outside its message")
+        self.budget.take(4 * size)
         starts = range(target + 4, target + 4 + 4 * size, 4)
-        return [Table(self.buffer, start + read(self.buffer, "<I", start)) for start in starts]
+        return [Table(self.buffer, start + read(self.buffer, "<I", start), self.budget) for start in starts]
 
 
 def read(buffer: bytes, code: str, position: int) -> Any:
