@@ -826,7 +826,8 @@ f()
 writer = lox.store.Writer({str(tmp_path)!r})
 writer.append(writer.open_run(mode="append"), {{"x": np.float32(2)}})
 """
-    subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stderr == ""
     assert lox.load(tmp_path)["x"].tolist() == [1, 2]
 
 
@@ -876,3 +877,15 @@ def test_the_time_decides_what_is_overwritten():
     ]
     found = resolve(entries)
     assert {name: record.entries[0].group for name, record in found.items()} == {"42": "young", "42.1": "old"}
+
+
+def test_the_working_directory_may_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Writer("runs") as writer:
+        run = writer.open_run("a")
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        writer.append(run, {"x": f32(1)})
+        writer.open_run("b")
+    assert list(lox.load(tmp_path / "runs")) == ["a", "b"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []

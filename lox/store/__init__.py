@@ -15,12 +15,12 @@ made of.
 """
 
 from lox.store import names as names
+from lox.store._keys import KeyData as KeyData
 from lox.store._load import load as load
 from lox.store._load import runs as runs
 from lox.store._reader import Reader as Reader
 from lox.store._reader import Run as Run
 from lox.store._reader import Runs as Runs
 from lox.store._repair import repair as repair
-from lox.store._rows import KeyData as KeyData
 from lox.store._save import save as save
 from lox.store._writer import Writer as Writer

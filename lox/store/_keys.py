@@ -6,8 +6,37 @@ import jax
 import numpy as np
 
 from lox import _arrays, _errors
-from lox.store import names
-from lox.store._rows import KeyData
+from lox.store import _dtypes, names
+
+
+class KeyData:
+    """PRNG keys on the host: their words and the name of their implementation.
+
+    Code in callbacks must not touch JAX, and typed keys are JAX arrays; this stands for them as a leaf of a value.
+    """
+
+    __slots__ = ("data", "impl")
+
+    def __init__(self, data: Any, impl: str):
+        self.data, self.impl = np.asarray(data, np.uint32), str(impl)
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype of such keys."""
+        return _dtypes.key_name(self.impl)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array of keys, without their words."""
+        return self.data.shape[:-1]
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes, without that of the words."""
+        return self.data.ndim - 1
+
+    def __repr__(self) -> str:
+        return f"KeyData({self.data!r}, {self.impl!r})"
 
 
 def words_of(key: Any) -> tuple[np.ndarray[Any, Any], str]:

@@ -124,7 +124,7 @@ class Reader:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self._catalog = Catalog(self.path)
         self._polled: dict[SegmentReader, int] = {}
         self._warned: set[str] = set()

@@ -16,40 +16,11 @@ import numpy as np
 from lox import _errors
 from lox._logdict import Layout, logdict
 from lox.store import _dtypes, _structure
+from lox.store._keys import KeyData
 from lox.store._schema import Column, Key, Schema
 
 Array = np.ndarray[Any, Any]
 _MAX_PLANS = 1000
-
-
-class KeyData:
-    """PRNG keys on the host: their words and the name of their implementation.
-
-    Code in callbacks must not touch JAX, and typed keys are JAX arrays; this stands for them as a leaf of a value.
-    """
-
-    __slots__ = ("data", "impl")
-
-    def __init__(self, data: Any, impl: str):
-        self.data, self.impl = np.asarray(data, np.uint32), str(impl)
-
-    @property
-    def dtype(self) -> str:
-        """The name of the dtype of such keys."""
-        return _dtypes.key_name(self.impl)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array of keys, without their words."""
-        return self.data.shape[:-1]
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes, without that of the words."""
-        return self.data.ndim - 1
-
-    def __repr__(self) -> str:
-        return f"KeyData({self.data!r}, {self.impl!r})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,7 @@ import numpy as np
 from lox import _arrays
 from lox._logdict import logdict
 from lox.store._catalog import check_mode
-from lox.store._keys import impl_name, words_of
-from lox.store._rows import KeyData
+from lox.store._keys import KeyData, impl_name, words_of
 from lox.store._writer import Writer
 
 

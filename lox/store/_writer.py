@@ -14,69 +14,17 @@ import numpy as np
 
 from lox import _errors
 from lox.store import _catalog, _group, _open, names
-from lox.store._batch import Batches
 from lox.store._catalog import Catalog
 from lox.store._group import Entry
-from lox.store._rows import Piece, Rows
+from lox.store._rows import Rows
 from lox.store._schema import Schema
 from lox.store._segment import WAY_OUT, SegmentWriter
+from lox.store._table import Table
 
 Array = np.ndarray[Any, Any]
 
 _MAX_OPEN = 64  # segments at once: each has a file descriptor
 _MAX_PENDING = 256 << 20  # bytes to keep while nothing can be written
-
-
-class _Table:
-    """Rows of one schema that wait to be written, and the segment that takes them."""
-
-    def __init__(self, schema: Schema):
-        self.batches = Batches(schema)
-        self.segment: SegmentWriter | None = None
-        self.started = False  # a schema without rows is written too: the key exists
-        self.columns: list[list[bytes]] = [[] for _ in self.batches.columns]
-        self.rows = 0
-        self.size = 0  # of the rows, in bytes
-
-    def add(self, piece: Piece, wall: bytes) -> int:
-        """Take rows; returns how many bytes they are."""
-        if not piece.rows:
-            return 0
-        size = 0
-        columns = [piece.runs, wall * piece.rows, *piece.columns]
-        for waiting, data in zip(self.columns, columns, strict=True):
-            waiting.append(data)
-            size += len(data)
-        self.rows += piece.rows
-        self.size += size
-        return size
-
-    def batch(self) -> list[Any]:
-        """The waiting rows as the columns of a batch, sorted by run."""
-        raw = [parts[0] if len(parts) == 1 else b"".join(parts) for parts in self.columns]
-        # What many calls have left as one piece is now one piece: if writing fails, the next try is cheaper.
-        self.columns = [[data] for data in raw]
-        runs = np.frombuffer(raw[0], np.int32)
-        order = None
-        if (runs[1:] < runs[:-1]).any():
-            order = np.argsort(runs, kind="stable")
-        encoded = []
-        for items, codec, data in zip(self.batches.items, self.batches.codecs, raw, strict=True):
-            if not items:
-                encoded.append(b"")
-                continue
-            if order is not None:
-                data = np.frombuffer(data, np.dtype((np.void, len(data) // self.rows)))[order].tobytes()
-            stored = codec.encode(np.frombuffer(data, codec.memory))
-            if stored.dtype == np.bool_:
-                stored = np.packbits(stored, bitorder="little")
-            encoded.append(stored.data)
-        return encoded
-
-    def clear(self) -> None:
-        """Forget the rows, which are on disk."""
-        self.columns = [[] for _ in self.batches.columns]
-        self.rows = self.size = 0
 
 
 class Writer:
@@ -112,7 +60,7 @@ class Writer:
         buffer_bytes: int = 64 << 10,
         segment_bytes: int = 256 << 20,
     ):
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # the working directory may change
         self.run_names: list[str] = []
         self._process = process or 0
         self._buffer_bytes, self._segment_bytes = buffer_bytes, segment_bytes
@@ -122,7 +70,7 @@ class Writer:
         self._pid = os.getpid()
         self._catalog = Catalog(self.path)
         self._rows = Rows()
-        self._tables: dict[Schema, _Table] = {}  # the one that was written last comes last
+        self._tables: dict[Schema, Table] = {}  # the one that was written last comes last
         self._pending = 0
         self._pending_rows = 0
         self._refused = 0  # pending bytes when writing failed: try again when there are more
@@ -134,7 +82,7 @@ class Writer:
         self.group = _group.create(self.path).resolve()
         _group.write_meta(self.group, self._created, self._process, "open", self._config)
         self._closed = False
-        _open.register(self.path, self.flush)
+        _open.register(self.path, self.flush, self.close)
 
     # --- runs ---
 
@@ -261,7 +209,7 @@ class Writer:
             for piece in pieces:
                 table = self._tables.get(piece.schema)
                 if table is None:
-                    table = self._tables[piece.schema] = _Table(piece.schema)
+                    table = self._tables[piece.schema] = Table(piece.schema)
                 self._pending += table.add(piece, stamp)
                 self._pending_rows += piece.rows
             if self._pending - self._refused >= self._buffer_bytes:
@@ -292,7 +240,7 @@ class Writer:
         self._refused = 0
         self._forget_old_tables()
 
-    def _segment_of(self, schema: Schema, table: _Table) -> SegmentWriter:
+    def _segment_of(self, schema: Schema, table: Table) -> SegmentWriter:
         self._tables[schema] = self._tables.pop(schema)  # now the one that was used last
         if table.segment is None or table.segment.closed:
             self._close_oldest_segments()
