@@ -173,7 +173,7 @@ def append() -> Iterator[Row]:
         # In pairs: TensorBoard's threads would slow down everyone else.
         times = flush_times({"lox", name})
         last, first = (statistics.median(part) * 1e6 for part in (times[name][-tenth:], times[name][:tenth]))
-        yield Row(f"store, last tenth of flushes: {name}", "us", last, first, 1.5 if name == "lox" else None)
+        yield Row(f"store, last / first flushes: {name}", "us", last, first, 1.5 if name == "lox" else None)
         if name != "lox":
             ours, theirs = (statistics.median(times[which]) * 1e6 for which in ("lox", name))
             yield Row(f"store, one flush: {name}", "us", ours, theirs)
@@ -295,4 +295,4 @@ def board_lanes(path: Path, values: dict[str, np.ndarray], run: int, key: str) -
 LANES_OF = {"pickle": pickled_lanes, "npz": npz_lanes, "JSONL": jsonl_lanes, "TensorBoard": board_lanes}
 
 
-CASES = {"append": append, "read": read, "read-one": read_one}
+CASES = {"store-append": append, "store-read": read, "store-read-one": read_one}

@@ -437,6 +437,8 @@ def test_overwrite(tmp_path):
     lox.save({"x": 9}, tmp_path, jax.random.key(1))
     groups = sorted(p for p in tmp_path.iterdir() if p.is_dir())
     (groups[1] / "plot.png").write_text("mine too")
+    (groups[0] / "meta.json.123.tmp").write_text("of a crash")
+    (groups[0] / "p0000-000.arrows.damaged").write_text("of a repair")
     lox.save({"x": 2}, tmp_path, KEY, mode="overwrite")
     assert [run.name for run in lox.runs(tmp_path)] == ["1", "42"]
     assert lox.load(tmp_path, KEY)["x"].tolist() == [2]

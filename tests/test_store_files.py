@@ -216,7 +216,9 @@ def test_a_torn_tail(tmp_path):
     with pytest.warns(lox.LoxWarning, match=r"1 damaged files.*\n.*p0000-000.arrows': \d+ bytes.*incomplete") as warned:
         logs = lox.load(tmp_path)
     assert len(warned) == 1
-    assert str(lox.store.repair).split()[1] == "repair"
+    reader = Reader(tmp_path)
+    reader.refresh()
+    assert reader.skipped() == {str(segment): batch - batch // 2}
     assert "lox.store.repair(" in str(warned[0].message)
     assert logs["x"][:, 0].tolist() == [0, 0, 1]
     cut = lox.store.repair(tmp_path)
@@ -362,7 +364,7 @@ def edited(data, edits):
 
 
 FUZZ = settings(
-    max_examples=int(os.environ.get("LOX_DAMAGE_N", "80")),
+    max_examples=int(os.environ.get("LOX_DAMAGE_N", "50")),
     deadline=5000,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     derandomize="LOX_DAMAGE_N" not in os.environ,
@@ -468,7 +470,7 @@ def test_offsets_that_point_outside():
 
 def test_a_structure_of_many_levels():
     structure = '"*"'
-    for _ in range(100_000):
+    for _ in range(5_000):
         structure = f'{{"list": [{structure}]}}'
     column = _schema.Column("value", "x", "float32")
     message = _schema.encode(_schema.Schema((), None, (_schema.Key("x", structure, (column,), 0),)))

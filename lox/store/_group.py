@@ -30,6 +30,7 @@ from lox.store._segment import SegmentReader
 
 GROUP_ID = re.compile(r"\d{8}T\d{6}-\d{6}-[0-9a-f]{8}")
 SEGMENT = re.compile(r"p(\d{4,})-(\d{3,})\.arrows")
+_LEFTOVER = re.compile(SEGMENT.pattern + r"\.damaged|meta\.json\.\d+\.tmp")  # of repairs and of crashes
 _MEDIA = re.compile(r"[0-9a-f]{64}\.\w{1,5}")
 META, RUNS = "meta.json", "runs.jsonl"
 _RECENT = 60.0  # seconds in which a writer on another machine has probably not died
@@ -274,7 +275,7 @@ class Group:
         try:
             # What makes the group a group goes last: a deletion that is interrupted can be told from damage.
             names = os.listdir(self.path)
-            segments = [name for name in names if SEGMENT.fullmatch(name)]
+            segments = [name for name in names if SEGMENT.fullmatch(name) or _LEFTOVER.fullmatch(name)]
             media = [f"media/{name}" for name in _list(self.path / "media") if _MEDIA.fullmatch(name)]
             for name in [*segments, *media, RUNS, META]:
                 with contextlib.suppress(FileNotFoundError):

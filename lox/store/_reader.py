@@ -147,6 +147,11 @@ class Reader:
             raise self._no_run(name)
         return self._logs(name, selector(argnames))
 
+    def skipped(self) -> dict[str, int]:
+        """Files with bytes at their end that cannot be read, or not yet, and how many these are."""
+        segments = [s for group in self._catalog.groups.values() for s in group.segments.values()]
+        return {str(segment.path): segment.leftover for segment in segments if segment.leftover}
+
     def poll(self, argnames: str | Iterable[str] | None = None) -> dict[str, logdict]:
         """What is new since the last poll: for each run with new events, these.
 
