@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import storage
 import training
 from timing import Row, compare
 
@@ -322,4 +323,5 @@ CASES = {
     "overhead": tap_overhead,
     "lanes": tap_lanes,
     "watch": watch,
+    **storage.CASES,
 }

@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 from lox import _batching, _differentiation
 from lox import loggers as loggers
 from lox import logify as logify
+from lox import store as store
 from lox import testing as testing
 from lox._errors import LogTypeError as LogTypeError
 from lox._errors import LoxError as LoxError
@@ -32,8 +33,11 @@ from lox._errors import LoxWarning as LoxWarning
 from lox._errors import MismatchError as MismatchError
 from lox._errors import NonFiniteError as NonFiniteError
 from lox._errors import OptionError as OptionError
+from lox._errors import RunExistsError as RunExistsError
+from lox._errors import RunNotFoundError as RunNotFoundError
 from lox._errors import SpoolError as SpoolError
 from lox._errors import StepError as StepError
+from lox._errors import StoreError as StoreError
 from lox._errors import TransformError as TransformError
 from lox._log_grad import log_grad as log_grad
 from lox._logdict import logdict as logdict
@@ -48,6 +52,9 @@ from lox._spool import spool as spool
 from lox._tap import tap as tap
 from lox._watch import watch as watch
 from lox.loggers import Logger as Logger
+from lox.store import load as load
+from lox.store import runs as runs
+from lox.store import save as save
 
 _batching.install()
 _differentiation.install()

@@ -8,6 +8,9 @@
   * OptionError      an option that does not exist or makes no sense (also a ValueError)
   * StepError        a step that was never logged (also an AttributeError)
   * NonFiniteError   a logged value that is NaN or infinite, found by `watch` (also a FloatingPointError)
+  * StoreError       a file that cannot be written or read (also an OSError)
+    * RunNotFoundError   no such run, or no runs at all (also a FileNotFoundError)
+    * RunExistsError     a run that shall not be there, but is (also a FileExistsError)
 
 LoxWarning, a UserWarning, reports what is not wrong but should be known: events dropped for want of capacity.
 
@@ -79,6 +82,22 @@ class NonFiniteError(LoxError, FloatingPointError):
         return f"{self.key!r}{self.path} {what}{steps}{lanes}.\n  logged at {self.site}"
 
 
+class StoreError(LoxError, OSError):
+    """A file that cannot be written or read; `filename` says which."""
+
+    def __str__(self) -> str:
+        # Not that of OSError, which knows only numbers and file names.
+        return str(self.args[0]) if self.args else ""
+
+
+class RunNotFoundError(StoreError, FileNotFoundError):
+    """No such run, or no runs at all."""
+
+
+class RunExistsError(StoreError, FileExistsError):
+    """A run that shall not be there, but is."""
+
+
 class LoxWarning(UserWarning):
     """Something a user should know, such as events dropped for want of capacity."""
 
@@ -106,6 +125,23 @@ def unbounded_loop(key: str, site: str) -> SpoolError:
         'or reduce while it runs:     lox.spool(f, reduce="mean")\n'
         "or stream the events:        lox.tap(f, callback)"
     )
+
+
+def cannot_write(file: object, error: OSError, way_out: str) -> StoreError:
+    """For what the operating system refuses to write."""
+    # With one argument, so that the message is ours and not "[Errno 28] ...".
+    refused = StoreError(f"cannot write {str(file)!r}: {error.strerror or error}.\n{way_out}")
+    refused.errno, refused.filename = error.errno, str(file)
+    return refused
+
+
+def cannot_read(file: object, error: OSError) -> StoreError:
+    """For what the operating system refuses to read."""
+    refused = StoreError(
+        f"cannot read {str(file)!r}: {error.strerror or error}.\nMake the file readable, or load another directory."
+    )
+    refused.errno, refused.filename = error.errno, str(file)
+    return refused
 
 
 def opaque_primitive(name: str, keys: Iterable[str], site: str) -> TransformError:

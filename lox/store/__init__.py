@@ -1,0 +1,30 @@
+"""Runs on disk: append-only Arrow streams, which survive a crash and which every Arrow tool reads.
+
+    DIR/<group-id>/meta.json           one group for each opening of a logger
+    DIR/<group-id>/runs.jsonl          its runs: names, PRNG keys, hyper-parameters
+    DIR/<group-id>/p0000-000.arrows    their events
+
+A segment (`.arrows`) is an Arrow IPC stream with the columns `run` (the number of a line in runs.jsonl), `wall`
+(seconds since 1970), one for each step and one for each array that was logged; the metadata of a column say to which
+key and dtype it belongs. Other tools read it as it is:
+
+    pyarrow.ipc.open_stream(file).read_all()
+    polars.read_ipc_stream(file)
+
+Dtypes that they do not know are stored as wider ones that they do: bfloat16, float16 and float8 as float32, int4 as
+int8, complex numbers as pairs, PRNG keys as their words. `lox.load` gives back the very bits that were logged.
+
+Most people need only `lox.save`, `lox.load` and `lox.runs`. `Writer` and `Reader` are what loggers and dashboards are
+made of.
+"""
+
+from lox.store import names as names
+from lox.store._keys import KeyData as KeyData
+from lox.store._load import load as load
+from lox.store._load import runs as runs
+from lox.store._reader import Reader as Reader
+from lox.store._reader import Run as Run
+from lox.store._reader import Runs as Runs
+from lox.store._repair import repair as repair
+from lox.store._save import save as save
+from lox.store._writer import Writer as Writer

@@ -1,0 +1,117 @@
+"""Which runs a directory has: the entries of all its groups, put together.
+
+Nobody holds a lock, so the entries are the truth and their order decides: of two runs that were given the same name at
+the same moment the later one gets the next number, everywhere and every time it is read. A run that is overwritten is
+hidden by the entry of its successor, which takes effect at once, whatever then happens to the files.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lox import _errors
+from lox.store import _group, names
+from lox.store._group import Entry, Group
+
+MODES = ("new", "append", "overwrite", "error")
+
+
+@dataclasses.dataclass
+class Record:
+    """A run: where its pieces are, in order."""
+
+    name: str
+    base: str
+    entries: list[Entry]
+
+
+class Catalog:
+    """The runs of a directory; `refresh` looks for new ones."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.groups: dict[str, Group] = {}
+        self.records: dict[str, Record] = {}
+
+    def refresh(self) -> None:
+        """Read what is new in the directory."""
+        ids = _group.groups_in(self.path)
+        self.groups = {id_: self.groups.get(id_) or Group(self.path / id_) for id_ in ids}
+        for group in self.groups.values():
+            group.read_runs()
+        entries = [entry for group in self.groups.values() for entry in group.entries]
+        self.records = resolve(entries)
+
+    def dead_groups(self) -> list[Group]:
+        """Groups of which every run has been overwritten."""
+        living = {entry.group for record in self.records.values() for entry in record.entries}
+        return [group for group in self.groups.values() if group.entries and group.id not in living]
+
+    def newest(self, base: str) -> Record | None:
+        """The last attempt of a run."""
+        found = None
+        for record in self.records.values():
+            if record.base == base:
+                found = record
+        return found
+
+
+def resolve(entries: list[Entry]) -> dict[str, Record]:
+    """The runs that these entries amount to, in the order in which they were begun."""
+    records: dict[str, Record] = {}
+    bases: dict[str, list[str]] = {}
+    for entry in sorted(entries, key=lambda e: (e.opened, e.group, e.number)):
+        attempts = bases.setdefault(entry.base, [])
+        if entry.mode == "overwrite":
+            for name in attempts:
+                del records[name]
+            attempts.clear()
+        if entry.mode == "append" and entry.name in attempts:
+            records[entry.name].entries.append(entry)
+            continue
+        name = entry.name if entry.name not in records else names.attempt(entry.base, records)
+        records[name] = Record(name, entry.base, [entry])
+        attempts.append(name)
+    return records
+
+
+def check_mode(mode: str) -> str:
+    """The mode, or an error that lists them."""
+    if mode not in MODES:
+        raise _errors.OptionError(f"`mode` is {mode!r}; choose one of {_errors.listing(MODES)}.")
+    return mode
+
+
+def choose_names(catalog: Catalog, bases: list[str], mode: str) -> list[tuple[str, str]]:
+    """What runs that are opened now are to be called, and the mode of each.
+
+    Two that are opened together are two runs, even if they have the same key.
+    """
+    taken = set(catalog.records)
+    newest = {record.base: record.name for record in catalog.records.values()}
+    chosen: dict[str, str] = {}
+    result = []
+    for base in bases:
+        if mode == "error" and base in newest:
+            raise _errors.RunExistsError(
+                f"the run {newest[base]!r} is already in {str(catalog.path)!r}.\n"
+                'Use another PRNG key or directory, or one of mode="new", "append" and "overwrite".'
+            )
+        how = "new" if base in chosen else mode
+        if how == "append" and base in newest:
+            name = newest[base]
+        elif how == "overwrite":
+            name = base
+        else:
+            name = names.attempt(base, taken)
+        taken.add(name)
+        chosen[base] = newest[base] = name
+        result.append((name, how))
+    return result
+
+
+def words(key_data: Any) -> tuple[int, ...]:
+    """The words of one key."""
+    return tuple(int(word) for word in np.asarray(key_data, np.uint32).ravel())

@@ -1,0 +1,188 @@
+"""How each dtype lies on disk, without the loss of a bit.
+
+Arrow tools know few of JAX's dtypes. The others are widened to one that every tool reads as the same number (bfloat16
+and float8 to float32, int4 to int8, complex numbers to a last axis of two), and the real one is noted beside it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lox import _errors
+
+Array = np.ndarray[Any, Any]
+
+_PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
+# By name, because older releases of ml_dtypes have fewer.
+_SMALL = (
+    *("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4"),
+    *("float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    "float8_e8m0fnu",
+)
+_KEY = "key<{}>"  # the dtype of typed PRNG keys, as JAX writes it
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """A dtype: its `name`, what it is in memory and in Arrow, and the axes that an item has there in addition."""
+
+    name: str
+    memory: np.dtype[Any]
+    arrow: np.dtype[Any]
+    extra: int  # the length of the additional last axis; 0: there is none
+    encode: Callable[[Array], Array]
+    decode: Callable[[Array], Array]
+
+    @property
+    def impl(self) -> str | None:
+        """For PRNG keys: what made them."""
+        return self.name[4:-1] if self.name.startswith("key<") else None
+
+
+def key_name(impl: str) -> str:
+    """The name of the dtype of PRNG keys."""
+    return _KEY.format(impl)
+
+
+@functools.cache
+def codec(name: str, words: int = 0) -> Codec:
+    """The codec of a dtype, by the name that is stored; a PRNG key has so many `words`."""
+    same = lambda x: x  # noqa: E731
+    if name in _PLAIN:
+        dtype = np.dtype(name)
+        return Codec(name, dtype, dtype, 0, same, same)
+    if name.startswith("key<") and name.endswith(">"):
+        word = np.dtype(np.uint32)
+        return Codec(name, word, word, words, same, same)
+    if name in ("complex64", "complex128"):
+        dtype = np.dtype(name)
+        part = np.dtype(f"float{dtype.itemsize * 4}")
+        return Codec(name, dtype, part, 2, lambda x: x.view(part), lambda x: x.view(dtype))
+    if name == "float16":
+        return Codec(name, np.dtype(np.float16), np.dtype(np.float32), 0, _encode_half, _decode_half)
+    if name == "bfloat16":
+        return Codec(name, np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), 0, _encode_bfloat, _decode_bfloat)
+    if name in _SMALL and hasattr(ml_dtypes, name):
+        dtype = np.dtype(getattr(ml_dtypes, name))
+        if "int" in name:
+            wide = np.dtype(np.uint8 if name.startswith("u") else np.int8)
+            return Codec(name, dtype, wide, 0, lambda x: x.astype(wide), lambda x: x.astype(dtype))
+        table = _small_floats(dtype)
+        order = np.argsort(table)
+        return Codec(
+            name,
+            dtype,
+            np.dtype(np.float32),
+            0,
+            lambda x: table[x.view(np.uint8)].view(np.float32),
+            lambda x: _lookup(table, order, x.view(np.uint32)).view(dtype),
+        )
+    raise KeyError(name)
+
+
+@functools.cache
+def step_codec(name: str) -> Codec:
+    """Steps are 64 bits wide whatever they were, so that tools can compare them."""
+    real = codec(name)
+    if real.arrow.kind not in "biuf" or real.extra:
+        raise KeyError(name)
+    wide = np.dtype("float64" if real.arrow.kind == "f" else "uint64" if name == "uint64" else "int64")
+    if real.arrow == np.float32:
+        encode = lambda x: _exactly_double(real.encode(x))  # noqa: E731
+        decode = lambda x: real.decode(_exactly_single(x))  # noqa: E731
+    else:
+        encode = lambda x: x.astype(wide)  # noqa: E731
+        decode = lambda x: x.astype(real.memory)  # noqa: E731
+    return Codec(name, real.memory, wide, 0, encode, decode)
+
+
+def name_of(dtype: np.dtype[Any], what: str) -> str:
+    """The name under which a dtype is stored, or an error about `what`."""
+    if dtype.name in _PLAIN:
+        return dtype.name
+    try:
+        return codec(dtype.name).name
+    except KeyError:
+        raise _errors.LogTypeError(
+            f"{what} has dtype {dtype}, which lox cannot store: log numbers, booleans or PRNG keys."
+        ) from None
+
+
+# --- conversions that keep NaNs apart, which those of the hardware do not ---
+
+
+def _without(nan: Array, x: Array) -> Array:
+    return np.where(nan, np.zeros((), x.dtype), x) if nan.any() else x
+
+
+def _encode_half(x: Array) -> Array:
+    bits = x.view(np.uint16).astype(np.uint32)
+    nan = (bits & 0x7FFF) > 0x7C00
+    wide = _without(nan, x).astype(np.float32)
+    if nan.any():
+        rebuilt = (bits & 0x8000) << 16 | 0x7F800000 | (bits & 0x3FF) << 13
+        wide.view(np.uint32)[nan] = rebuilt[nan]
+    return wide
+
+
+def _decode_half(x: Array) -> Array:
+    bits = x.view(np.uint32)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    with np.errstate(over="ignore"):  # only of a file that lox did not write
+        half = _without(nan, x).astype(np.float16)
+    if nan.any():
+        rebuilt = ((bits >> 16) & 0x8000 | 0x7C00 | (bits >> 13) & 0x3FF).astype(np.uint16)
+        half.view(np.uint16)[nan] = rebuilt[nan]
+    return half
+
+
+def _encode_bfloat(x: Array) -> Array:
+    return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _decode_bfloat(x: Array) -> Array:
+    return (x.view(np.uint32) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
+
+
+def _small_floats(dtype: np.dtype[Any]) -> Array:
+    """The bits of a float32 for each of the 256 bytes; NaNs carry the byte in their payload."""
+    byte = np.arange(256, dtype=np.uint8)
+    # Types of fewer than 8 bits do not use the upper ones: such bytes need a float32 of their own too, to come back.
+    wide = byte.view(dtype).astype(np.float32)
+    bits = wide.view(np.uint32).copy()
+    _, first = np.unique(bits, return_index=True)
+    own = np.isnan(wide)
+    own[np.setdiff1d(byte, first)] = True
+    bits[own] = 0x7FC00000 | byte[own].astype(np.uint32)
+    return bits
+
+
+def _lookup(table: Array, order: Array, bits: Array) -> Array:
+    where = np.searchsorted(table, bits, sorter=order)
+    return order[np.minimum(where, 255)].astype(np.uint8)
+
+
+def _exactly_double(x: Array) -> Array:
+    bits = x.view(np.uint32)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    wide = _without(nan, x).astype(np.float64)
+    if nan.any():
+        b = bits.astype(np.uint64)
+        rebuilt = (b & 0x80000000) << 32 | 0x7FF0000000000000 | (b & 0x7FFFFF) << 29
+        wide.view(np.uint64)[nan] = rebuilt[nan]
+    return wide
+
+
+def _exactly_single(x: Array) -> Array:
+    bits = x.view(np.uint64)
+    nan = (bits & 0x7FFFFFFFFFFFFFFF) > 0x7FF0000000000000
+    with np.errstate(over="ignore"):  # only of a file that lox did not write
+        narrow = _without(nan, x).astype(np.float32)
+    if nan.any():
+        rebuilt = ((bits >> 32) & 0x80000000 | 0x7F800000 | (bits >> 29) & 0x7FFFFF).astype(np.uint32)
+        narrow.view(np.uint32)[nan] = rebuilt[nan]
+    return narrow

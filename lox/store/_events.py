@@ -1,0 +1,221 @@
+"""From rows back to logs."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lox import _arrays, _errors, _series
+from lox._lanes import Laned
+from lox._logdict import logdict
+from lox._series import Series, Site
+from lox.store import _structure
+from lox.store._group import Group
+from lox.store._schema import RUN, WALL, Column, Schema
+from lox.store._segment import SegmentReader
+
+Array = np.ndarray[Any, Any]
+Select = Callable[[str], bool]
+Parts = Sequence[tuple[int, int, int]]
+
+
+@dataclasses.dataclass
+class Chunk:
+    """Events of one key and one run out of one segment. PRNG keys are still words."""
+
+    wall: Array | None
+    series: Series
+    impls: tuple[str | None, ...]
+    order: int = 0
+
+
+Chunks = dict[str, list[Chunk]]  # by key
+
+
+def of_run(group: Group, run: int, select: Select, since: dict[SegmentReader, int] | None = None) -> Chunks:
+    """The events of one run of a group; those of batches `since`, if given."""
+    found: Chunks = {}
+    alone = len(group.entries) == 1
+    for segment, keys, with_wall in _segments(group, select):
+        start = (since or {}).get(segment, 0)
+        parts = segment.batches_with(run, start)
+        # A key that never happened is known to belong to a run only if there is no other.
+        if parts or alone:
+            rows = _Rows(segment, parts, keys, with_wall)
+            for key in keys:
+                found.setdefault(key, []).append(rows.chunk(key, slice(None)))
+    return found
+
+
+def of_all_runs(group: Group, select: Select, since: dict[SegmentReader, int] | None = None) -> dict[int, Chunks]:
+    """The events of all runs of a group, by their number: each file is read once."""
+    if len(group.entries) == 1:  # then there is nothing to sort
+        run = group.entries[0].number
+        return {run: of_run(group, run, select, since)}
+    found: dict[int, Chunks] = {entry.number: {} for entry in group.entries}
+    for segment, keys, with_wall in _segments(group, select):
+        parts = segment.all_batches((since or {}).get(segment, 0))
+        if not parts:
+            continue
+        rows = _Rows(segment, parts, keys, with_wall)
+        (runs,) = segment.read([RUN], parts)
+        order = np.argsort(runs, kind="stable")
+        runs = runs[order]
+        rows.take(order)
+        numbers, starts = np.unique(runs, return_index=True)
+        for number, start, stop in zip(numbers.tolist(), starts, [*starts[1:], len(runs)], strict=True):
+            if number in found:
+                for key in keys:
+                    found[number].setdefault(key, []).append(rows.chunk(key, slice(start, stop)))
+    return found
+
+
+def _segments(group: Group, select: Select) -> Iterable[tuple[SegmentReader, list[str], bool]]:
+    """The segments with a selected key, these keys, and whether times are needed to put events into order."""
+    chosen = [(s, [key.name for key in s.schema.keys if select(key.name)]) for s in group.segments.values() if s.schema]
+    seen: dict[str, int] = {}
+    for _, keys in chosen:
+        for key in keys:
+            seen[key] = seen.get(key, 0) + 1
+    return [(segment, keys, any(seen[key] > 1 for key in keys)) for segment, keys in chosen if keys]
+
+
+class _Rows:
+    """Rows of a segment: the columns of some of its keys."""
+
+    def __init__(self, segment: SegmentReader, parts: Parts, keys: list[str], with_wall: bool):
+        assert segment.schema is not None
+        schema: Schema = segment.schema
+        self.schema = schema
+        self.of_key = {key.name: key for key in schema.keys if key.name in keys}
+        self.site = Site(f"{segment.path.parent.name}/{segment.path.name}")
+        self.trees: dict[str, tuple[list[Column], Any, tuple[str | None, ...]]] = {}
+        for key in self.of_key.values():
+            # Nodes that come back as dicts are flattened in another order than they were.
+            order, treedef = jax.tree.flatten(_structure.build(json.loads(key.structure), [*range(len(key.columns))]))
+            ordered = [key.columns[i] for i in order]
+            self.trees[key.name] = (ordered, treedef, tuple(c.codec.impl for c in ordered))
+        mask = [schema.valid] if schema.valid else []
+        wall = [WALL] if with_wall else []
+        columns = [*wall, *schema.steps, *mask, *[c for key in self.of_key.values() for c in key.columns]]
+        self.data: dict[Column, Array] = dict(zip(columns, segment.read(columns, parts), strict=True))
+        self.count = sum(stop - start for _, start, stop in parts)
+
+    def take(self, order: Array) -> None:
+        self.data = {column: x[order] for column, x in self.data.items()}
+
+    def chunk(self, key: str, part: slice) -> Chunk:
+        ordered, treedef, impls = self.trees[key]
+        valid = self.schema.valid
+        series = Series(
+            values=[Laned(self.data[c][part], c.lanes) for c in ordered],
+            steps={c.name: Laned(self.data[c][part], c.lanes) for c in self.schema.steps},
+            valid=None if valid is None else Laned(self.data[valid][part], valid.lanes),
+            treedef=treedef,
+            single=False,
+            key=key,
+            site=self.site,
+        )
+        wall = self.data[WALL][part] if WALL in self.data else None
+        return Chunk(wall, series, impls, self.of_key[key].order)
+
+
+# --- putting chunks together ---
+
+
+def in_order(chunks: list[Chunk]) -> Chunk:
+    """The events of one key and one group, as they happened: segments overlap in time."""
+    if len(chunks) == 1:
+        return chunks[0]
+    whole = join(chunks)
+    assert whole.wall is not None
+    if (whole.wall[1:] >= whole.wall[:-1]).all():
+        return whole
+    order = np.argsort(whole.wall, kind="stable")
+    return Chunk(whole.wall[order], jax.tree.map(lambda x: x[order], whole.series), whole.impls)
+
+
+def join(chunks: list[Chunk]) -> Chunk:
+    """Events after events. Error for a key whose events do not fit together."""
+    if len(chunks) == 1:
+        return chunks[0]
+    if len({chunk.impls for chunk in chunks}) > 1:
+        raise _errors.MismatchError(f"{chunks[0].series.key!r} was logged as PRNG keys and as something else.")
+    try:
+        series = _series.concatenate([chunk.series for chunk in chunks])
+    except _errors.MismatchError as error:
+        key = chunks[0].series.key
+        error.add_note(f"Load the other keys with `argnames`, or one file with any Arrow reader, to see {key!r}.")
+        raise
+    walls = [chunk.wall for chunk in chunks]
+    wall = None if any(w is None for w in walls) else np.concatenate(walls)  # type: ignore[arg-type]
+    return Chunk(wall, series, chunks[0].impls)
+
+
+def to_logdict(chunks: dict[str, Chunk]) -> logdict:
+    """Logs of one run; every key has an event axis."""
+    logs = logdict()
+    for chunk in chunks.values():
+        logs._set_series(_typed(chunk))
+    return logs
+
+
+def _typed(chunk: Chunk) -> Series:
+    """With PRNG keys as JAX knows them."""
+    values = [
+        x if impl is None else Laned(_wrap(x.tree, impl, chunk.series.key), x.flags)
+        for x, impl in zip(chunk.series.values, chunk.impls, strict=True)
+    ]
+    return dataclasses.replace(chunk.series, values=values)
+
+
+def _wrap(words: Array, impl: str, key: str) -> Any:
+    try:
+        return jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
+    except (TypeError, ValueError) as error:
+        raise _errors.StoreError(
+            f"{key!r} holds PRNG keys of the implementation {impl!r}, which this JAX does not know ({error}).\n"
+            "Register the implementation, or leave the key out with `argnames`."
+        ) from error
+
+
+def stack(runs: list[dict[str, Chunk]]) -> logdict:
+    """Logs of many runs with a lane axis in front; where one has fewer events, `valid` says so."""
+    logs = logdict()
+    for key in dict.fromkeys(key for run in runs for key in run):
+        present = [run.get(key) for run in runs]
+        counts = np.asarray([0 if chunk is None else chunk.series.count() for chunk in present])
+        whole = join([chunk for chunk in present if chunk is not None])
+        logs._set_series(_typed(_folded(whole, counts)), outer=1)
+    return logs
+
+
+def _folded(whole: Chunk, counts: Array) -> Chunk:
+    """Events of runs, one after the other, as `(run, event, ...)`."""
+    lanes, most = len(counts), int(counts.max(initial=0))
+    series = whole.series
+    if (counts == most).all():
+        folded = jax.tree.map(lambda x: x.reshape(lanes, most, *x.shape[1:]), series)
+        return Chunk(None, folded, whole.impls)
+    happened = np.arange(most) < counts[:, None]
+
+    def padded(x: Laned, missing: Any) -> Laned:
+        out = np.full((lanes, most, *x.tree.shape[1:]), missing, x.tree.dtype)
+        out[happened] = x.tree
+        return Laned(out, x.flags)
+
+    valid = Laned(happened) if series.valid is None else padded(series.valid, False)
+    folded = dataclasses.replace(
+        series,
+        values=[
+            padded(x, 0 if impl else _arrays.missing_value(x.tree.dtype))
+            for x, impl in zip(series.values, whole.impls, strict=True)
+        ],
+        steps={name: padded(x, _arrays.missing_step(x.tree.dtype)) for name, x in series.steps.items()},
+        valid=valid,
+    )
+    return Chunk(None, folded, whole.impls)

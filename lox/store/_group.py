@@ -1,0 +1,331 @@
+"""A group: the directory that one opening of a logger fills.
+
+    DIR/<group-id>/meta.json           format, versions, configuration, who writes it and whether it is done
+    DIR/<group-id>/runs.jsonl          one line for each run: its number in the group, name, PRNG key, hyper-parameters
+    DIR/<group-id>/p0000-000.arrows    segments: process, then number
+
+The id is made by lox and sorts by time. Only what has these names is ever read, repaired or deleted.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import re
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lox import _errors
+from lox.store import _open
+from lox.store._schema import FORMAT
+from lox.store._segment import SegmentReader
+
+GROUP_ID = re.compile(r"\d{8}T\d{6}-\d{6}-[0-9a-f]{8}")
+SEGMENT = re.compile(r"p(\d{4,})-(\d{3,})\.arrows")
+_LEFTOVER = re.compile(SEGMENT.pattern + r"\.damaged|meta\.json\.\d+\.tmp")  # of repairs and of crashes
+_MEDIA = re.compile(r"[0-9a-f]{64}\.\w{1,5}")
+META, RUNS = "meta.json", "runs.jsonl"
+_RECENT = 60.0  # seconds in which a writer on another machine has probably not died
+
+_FAR_FUTURE = 2.0e11  # beyond which there are no dates
+
+WAY_OUT = "Choose another directory, or make this one writable."
+
+
+class Entry(NamedTuple):
+    """A line of runs.jsonl: a run, or a further piece of one."""
+
+    group: str
+    number: int  # of the run in its group
+    name: str
+    base: str  # the name without the number of the attempt
+    mode: str
+    opened: float
+    key_data: tuple[int, ...] | None
+    key_impl: str | None
+    config: Any
+
+    def to_line(self) -> bytes:
+        """As text; only ASCII, and never more than a line."""
+        key = None if self.key_data is None else {"impl": self.key_impl, "data": list(self.key_data)}
+        line = {
+            "run": self.number,
+            "name": self.name,
+            "base": self.base,
+            "mode": self.mode,
+            "opened": self.opened,
+            "key": key,
+            "config": self.config,
+        }
+        return json.dumps(line).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, found: Any, group: str) -> "Entry":
+        """The opposite; ValueError for anything else."""
+        try:
+            key = found["key"]
+            data = None if key is None else tuple(map(int, key["data"]))
+            if data is not None and (not 0 < len(data) <= 64 or min(data) < 0 or max(data) >= 2**32):
+                raise ValueError("no PRNG key")
+            entry = cls(
+                group,
+                int(found["run"]),
+                str(found["name"]),
+                str(found["base"]),
+                str(found["mode"]),
+                float(found["opened"]),
+                data,
+                None if key is None else str(key["impl"]),
+                found["config"],
+            )
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"no run: {error}") from error
+        if not (0 <= entry.number < 2**31 and 0 <= entry.opened < _FAR_FUTURE):
+            raise ValueError("no run: an impossible number")
+        return entry
+
+
+def plain(value: Any) -> Any:
+    """A configuration as JSON: arrays become lists of numbers, what JSON has no word for becomes its text."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype.kind in "biuf" or array.dtype.name == "bfloat16":
+            return (array.astype(np.float64) if array.dtype.kind not in "biu" else array).tolist()
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return str(value)
+
+
+# --- writing ---
+
+
+def create(path: Path) -> Path:
+    """A new directory for a group in `path`, which is made too."""
+    now = datetime.datetime.now(datetime.UTC)
+    while True:
+        group = path / f"{now:%Y%m%dT%H%M%S-%f}-{secrets.token_hex(4)}"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            group.mkdir()
+        except FileExistsError:
+            if path.is_dir():
+                continue
+            raise _errors.StoreError(f"{str(path)!r} is a file: choose a directory.") from None
+        except OSError as error:
+            raise _errors.cannot_write(group, error, WAY_OUT) from error
+        return group
+
+
+def write_meta(group: Path, created: float, process: int, status: str, config: Any) -> None:
+    """Write meta.json, whole or not at all."""
+    import jax
+
+    meta = {
+        "format": FORMAT,
+        "status": status,
+        "created": created,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process": process,
+        "versions": {
+            "lox": _version(),
+            "jax": jax.__version__,
+            "numpy": np.__version__,
+            "python": sys.version.split()[0],
+        },
+        "platform": platform.platform(),
+        "config": config,
+    }
+    temporary = group / f"{META}.{os.getpid()}.tmp"
+    try:
+        temporary.write_text(json.dumps(meta, indent=2))
+        temporary.replace(group / META)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise _errors.cannot_write(group / META, error, WAY_OUT) from error
+
+
+def _version() -> str:
+    import lox
+
+    return lox.__version__
+
+
+# --- reading ---
+
+
+class Group:
+    """What is known of a group on disk; `refresh` looks for news."""
+
+    def __init__(self, path: Path):
+        self.path, self.id = path, path.name
+        self.entries: list[Entry] = []
+        self.segments: dict[tuple[int, int], SegmentReader] = {}
+        self.problems: list[str] = []
+        self._runs_read = 0
+
+    def meta(self) -> dict[str, Any] | None:
+        """meta.json, or None if there is none; an error if it is not lox's."""
+        file = self.path / META
+        try:
+            text = file.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _errors.cannot_read(file, error) from error
+        try:
+            meta = json.loads(text)
+            written_as = meta["format"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise _errors.StoreError(
+                f"{str(file)!r} is damaged: it is not what lox writes there.\n"
+                "Delete that one file to load the runs beside it without their configuration."
+            ) from None
+        if written_as != FORMAT:
+            raise _errors.StoreError(
+                f"{str(file)!r} says that the runs beside it are of format {written_as!r}; "
+                f"this lox reads {FORMAT!r}.\nInstall the version of lox that wrote them."
+            )
+        return meta
+
+    def read_runs(self) -> None:
+        """Read the lines of runs.jsonl that are new."""
+        file = self.path / RUNS
+        try:
+            size = file.stat().st_size - self._runs_read
+            if size <= 0:
+                return
+            with open(file, "rb") as opened:
+                opened.seek(self._runs_read)
+                text = opened.read(size)  # memory for so much is taken at once
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _errors.cannot_read(file, error) from error
+        whole = text.rfind(b"\n") + 1  # the last line may still be on its way
+        self._runs_read += whole
+        known = {entry.number for entry in self.entries}
+        for line in _parse_lines(text[:whole]):
+            try:
+                entry = Entry.from_json(line, self.id)
+            except ValueError as error:
+                self.problems.append(f"{str(file)!r} has a damaged line ({error})")
+                continue
+            if entry.number not in known:
+                known.add(entry.number)
+                self.entries.append(entry)
+
+    def scan(self) -> None:
+        """Find new segments, and new batches in them."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _errors.cannot_read(self.path, error) from error
+        for name in names:
+            match = SEGMENT.fullmatch(name)
+            if match:
+                self.segments.setdefault((int(match[1]), int(match[2])), SegmentReader(self.path / name))
+        self.segments = dict(sorted(self.segments.items()))
+        for number in list(self.segments):
+            try:
+                self.segments[number].scan()
+            except _errors.RunNotFoundError:
+                del self.segments[number]  # overwritten meanwhile
+
+    def is_alive(self) -> bool:
+        """Whether somebody may still be writing here."""
+        meta = self.meta()
+        if meta is None or meta.get("status") == "closed":
+            return False
+        if meta.get("host") != socket.gethostname():
+            return time.time() - self._last_change() < _RECENT
+        pid = meta.get("pid")
+        if pid == os.getpid():
+            return _open.is_open(self.path)
+        return isinstance(pid, int) and pid > 0 and _is_running(pid)
+
+    def _last_change(self) -> float:
+        try:
+            return max((entry.stat().st_mtime for entry in os.scandir(self.path)), default=0.0)
+        except OSError:
+            return 0.0
+
+    def delete(self) -> None:
+        """Delete what lox wrote here, and the directory if nothing else is in it."""
+        if self.path.is_symlink():
+            return  # lox makes none: what it points to is somebody else's
+        try:
+            # What makes the group a group goes last: a deletion that is interrupted can be told from damage.
+            names = os.listdir(self.path)
+            segments = [name for name in names if SEGMENT.fullmatch(name) or _LEFTOVER.fullmatch(name)]
+            media = [f"media/{name}" for name in _list(self.path / "media") if _MEDIA.fullmatch(name)]
+            for name in [*segments, *media, RUNS, META]:
+                with contextlib.suppress(FileNotFoundError):
+                    (self.path / name).unlink()
+            for directory in (self.path / "media", self.path):
+                if directory.is_dir() and not os.listdir(directory):
+                    directory.rmdir()
+        except OSError as error:
+            raise _errors.cannot_write(self.path, error, WAY_OUT) from error
+
+
+def _parse_lines(text: bytes) -> list[Any]:
+    """What the lines say; None for those that say nothing."""
+    lines = text.splitlines()
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(b"[" + b",".join(lines) + b"]")  # a thousand lines at once are twice as fast
+        if len(found) == len(lines):
+            return found
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except (ValueError, RecursionError):
+            found.append(None)
+    return found
+
+
+def _list(directory: Path) -> list[str]:
+    return os.listdir(directory) if directory.is_dir() else []
+
+
+def _is_running(pid: int) -> bool:
+    if os.name == "nt":
+        return False  # os.kill would end the process
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    except OverflowError:
+        return False
+    return True
+
+
+def groups_in(path: Path) -> list[str]:
+    """The ids of the groups in a directory, oldest first."""
+    try:
+        return sorted(name for name in os.listdir(path) if GROUP_ID.fullmatch(name))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _errors.cannot_read(path, error) from error

@@ -1,0 +1,81 @@
+"""`load` and `runs`."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from lox import _errors
+from lox.store import names
+from lox.store._keys import words_of
+from lox.store._reader import Reader, Run, Runs, selector
+
+
+def load(path: str | os.PathLike[str], key: Any = None, argnames: str | Iterable[str] | None = None) -> Any:
+    """Read logs from a directory that a `SaveLogger` or `lox.save` wrote to.
+
+    >>> import tempfile, jax, numpy as np, lox
+    >>> directory, key = tempfile.mkdtemp(), jax.random.key(42)
+    >>> for i in range(3):
+    ...     lox.save(lox.logdict({"loss": np.float32(i)}, steps={"step": {"loss": i}}), directory, key)
+    >>> logs = lox.load(directory, key)
+    >>> print(logs, logs.step)
+    {'loss': [0.0, 1.0, 2.0]} {'loss': [0, 1, 2]}
+
+    Args:
+        path: The directory.
+        key: The PRNG key of a run, of which the newest attempt is loaded; or an array of keys: the runs come with a
+            lane axis in front. The name of a run, such as `"42.1"`, will do too.
+        argnames: Load these keys of the logs only; globs such as `"train/*"` are allowed. The others are not read.
+
+    Returns:
+        A `logdict` of NumPy arrays in which every key has an event axis. Without `key`, and if the directory has
+        several runs: a mapping from their names to such logdicts, which are loaded when they are asked for; its
+        `stack()` makes one logdict with a lane axis of them.
+
+    Raises:
+        RunNotFoundError: There is no such directory or run.
+        StoreError: The directory cannot be read.
+        MismatchError: The events of a key do not fit into one array.
+    """
+    select = selector(argnames)
+    reader = Reader(path)
+    reader._open_for_loading()
+    records = reader._catalog.records
+    if not records:
+        raise _errors.RunNotFoundError(f"the directory {str(reader.path)!r} has no runs yet.")
+    if key is None:
+        chosen, single = list(records), len(records) == 1
+    elif isinstance(key, str):
+        if key not in records:
+            raise reader._no_run(key)
+        chosen, single = [key], True
+    else:
+        data, impl = words_of(key)
+        chosen, single = [], data.ndim == 1
+        for base in names.base_names(data, impl):
+            newest = reader._catalog.newest(base)
+            if newest is None:
+                raise reader._no_run(base)
+            chosen.append(newest.name)
+    reader._scan_for([records[name] for name in chosen], stacklevel=3)
+    if single:
+        return reader._logs(chosen[0], select)
+    if len(set(chosen)) < len(chosen):
+        raise _errors.OptionError("`key` has the same PRNG key twice.")
+    found = Runs(reader, chosen, select)
+    return found if key is None else found.stack()
+
+
+def runs(path: str | os.PathLike[str]) -> list[Run]:
+    """The runs in a directory, oldest first, without their events.
+
+    >>> import tempfile, jax, lox
+    >>> directory = tempfile.mkdtemp()
+    >>> lox.save({"x": 1}, directory, jax.random.key(42), mode="new")
+    >>> lox.save({"x": 2}, directory, jax.random.key(42), mode="new")
+    >>> [run.name for run in lox.runs(directory)]
+    ['42', '42.1']
+    """
+    reader = Reader(path)
+    reader._open_for_loading()
+    return reader.runs()

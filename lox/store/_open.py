@@ -1,0 +1,77 @@
+"""Who in this process is writing where: readers see what was logged before them, and nothing is lost at the end."""
+
+import atexit
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lox import _errors
+
+
+class _Writing(NamedTuple):
+    path: Path
+    flush: Any  # both are weak references to methods
+    close: Any
+
+
+# A writer may be collected, and unregister, while its thread holds the lock.
+_lock = threading.RLock()
+_writing: list[_Writing] = []
+_pid = os.getpid()
+
+
+def register(path: Path, flush: Callable[[], Any], close: Callable[[], Any]) -> None:
+    """Call the method `flush` before this process reads `path`, and `close` when it ends, if the object still lives."""
+    with _lock:
+        _writing[:] = [w for w in _writing if w.flush() is not None]
+        _writing.append(_Writing(path.resolve(), weakref.WeakMethod(flush), weakref.WeakMethod(close)))
+
+
+def unregister(flush: Callable[[], Any]) -> None:
+    """The opposite of `register`."""
+    with _lock:
+        _writing[:] = [w for w in _writing if w.flush() not in (None, flush)]
+
+
+def flush(path: Path) -> None:
+    """Let all that is logged reach `path`. What fails is told of, but does not keep anyone from reading."""
+    path = path.resolve()
+    with _lock:
+        methods = [w.flush() for w in _writing if w.path == path]
+    # The newest first: a logger is made after the writer that it writes to.
+    for method in reversed(methods):
+        if method is None:
+            continue
+        try:
+            method()
+        except _errors.StoreError as error:
+            warnings.warn(f"not all that was logged is on disk: {error}", _errors.LoxWarning, stacklevel=4)
+
+
+def is_open(group: Path) -> bool:
+    """Whether this process has a writer for a group."""
+    group = group.resolve()
+    with _lock:
+        methods = [w.flush() for w in _writing]
+    return any(getattr(getattr(m, "__self__", None), "group", None) == group for m in methods if m is not None)
+
+
+@atexit.register
+def _close_all() -> None:
+    if os.getpid() != _pid:
+        return  # a fork: what it has inherited is its parent's to close
+    with _lock:
+        methods = [w.close() for w in _writing]
+    errors = []
+    for method in reversed(methods):
+        if method is not None:
+            try:
+                method()
+            except Exception as error:
+                errors.append(error)  # the others shall have their turn
+    if errors:
+        raise errors[0] if len(errors) == 1 else ExceptionGroup("not all logs could be written", errors)

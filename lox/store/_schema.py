@@ -1,0 +1,275 @@
+"""The columns of a segment, and their description at its beginning: an Arrow schema message.
+
+What lox needs to know stands in the metadata of the fields, so that keys are data: the names of columns are for the
+eye. Columns are `run`, `wall` (seconds since 1970), then one for each step, one for the mask if events happened in
+some lanes only, and one for each array of each key. Nothing has a variable length and nothing is null.
+"""
+
+import dataclasses
+import io
+import json
+import math
+import struct
+from typing import Any, NamedTuple
+
+from lox.store import _dtypes, _structure
+from lox.store._flatbuffers import DamagedError, Table
+
+FORMAT = "lox-arrow/1"
+
+CONTINUATION = b"\xff\xff\xff\xff"
+END_OF_STREAM = CONTINUATION + b"\0\0\0\0"
+_MAX_ITEMS = 2**31 - 1  # of a fixed-size list
+_MAX_NDIM = 60
+_MAX_SCHEMA = 64 << 20
+
+# How Arrow numbers what we use.
+_SCHEMA_HEADER = 1
+_NULL, _INT, _FLOAT, _BOOL, _FIXED_SIZE_LIST = 1, 2, 3, 6, 16
+_FLOAT_PRECISION = {1: "float32", 2: "float64"}
+
+Flags = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column. `shape` is that of an item, lanes included; `lanes` are the flags of `lox._lanes`."""
+
+    role: str  # "run", "wall", "step", "valid" or "value"
+    name: str  # the step's name or the key
+    dtype: str
+    shape: tuple[int, ...] = ()
+    lanes: Flags = ()
+    path: str = "[]"  # where in the value the array is: keys and indices, as JSON
+    words: int = 0
+
+    @property
+    def codec(self) -> _dtypes.Codec:
+        """How items are stored."""
+        return _dtypes.step_codec(self.dtype) if self.role == "step" else _dtypes.codec(self.dtype, self.words)
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        """The shape of an item in memory, in which PRNG keys are words."""
+        return (*self.shape, self.words) if self.words else self.shape
+
+    @property
+    def items(self) -> int:
+        """How many Arrow values one row has."""
+        return math.prod(self.shape) * (self.codec.extra or 1)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether Arrow sees a list; a scalar of a plain dtype is a number."""
+        return bool(self.shape) or bool(self.codec.extra)
+
+
+class Key(NamedTuple):
+    """A key of the logs: its columns, the structure of its values as JSON, and its place in the order of keys."""
+
+    name: str
+    structure: str
+    columns: tuple[Column, ...]
+    order: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # by identity: hashing all of it costs more than an append may
+class Schema:
+    """What the rows of a segment are made of. Keys of one segment share their steps and their mask."""
+
+    steps: tuple[Column, ...]
+    valid: Column | None
+    keys: tuple[Key, ...]
+
+    @property
+    def columns(self) -> list[Column]:
+        """All columns in the order of the file."""
+        mask = [self.valid] if self.valid else []
+        return [RUN, WALL, *self.steps, *mask, *[c for key in self.keys for c in key.columns]]
+
+
+RUN = Column("run", "run", "int32")
+WALL = Column("wall", "wall", "float64")
+
+
+# --- writing, through nanoarrow ---
+
+
+def _arrow_type(column: Column) -> Any:
+    import nanoarrow
+
+    if column.items == 0:
+        return nanoarrow.null()  # nothing to store: the shape says it all
+    name = column.codec.arrow.name
+    item = getattr(nanoarrow, "bool_" if name == "bool" else name)(nullable=False)
+    if not column.is_list:
+        return item
+    return nanoarrow.fixed_size_list(item, column.items, nullable=False)
+
+
+def encode(schema: Schema) -> bytes:
+    """The message with which a segment begins."""
+    import nanoarrow
+    from nanoarrow.c_array_stream import CArrayStream
+    from nanoarrow.ipc import StreamWriter
+
+    fields = []
+    taken: set[str] = set()
+    for column in schema.columns:
+        metadata = {
+            "role": column.role,
+            "key" if column.role == "value" else "name": json.dumps(column.name),
+            "path": column.path,
+            "dtype": column.dtype,
+            "shape": json.dumps(column.shape),
+            "lanes": json.dumps(column.lanes),
+        }
+        if column.words:
+            metadata["words"] = str(column.words)
+        name = _title(column, taken)
+        fields.append(nanoarrow.Schema(_arrow_type(column), name=name, metadata=metadata))
+    keys = json.dumps([[key.name, key.structure, key.order] for key in schema.keys])
+    whole = nanoarrow.Schema(
+        nanoarrow.Type.STRUCT, fields=fields, metadata={"format": FORMAT, "keys": keys}, nullable=False
+    )
+    out = io.BytesIO()
+    writer = StreamWriter.from_writable(out)
+    writer.write_stream(CArrayStream.from_c_arrays([], nanoarrow.c_schema(whole), move=False))
+    writer.release()
+    return out.getvalue()
+
+
+def _title(column: Column, taken: set[str]) -> str:
+    """A column's name for other tools: unique, and without what upsets them."""
+    title = "/".join([column.name, *map(str, json.loads(column.path))]) if column.role == "value" else column.name
+    # A name ends at a zero byte, and a lone surrogate is no Unicode; the metadata have the key as it is.
+    title = title.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()[:200]
+    number, unique = 1, title
+    while unique in taken:
+        number += 1
+        unique = f"{title}#{number}"
+    taken.add(unique)
+    return unique
+
+
+# --- reading ---
+
+
+def message_size(prefix: bytes) -> int:
+    """How long the metadata of the message is that begins with these 8 bytes."""
+    if len(prefix) < 8 or prefix[:4] != CONTINUATION:
+        raise DamagedError("no Arrow message begins here")
+    (size,) = struct.unpack("<i", prefix[4:8])
+    if size < 0 or size % 8 or size > _MAX_SCHEMA:
+        raise DamagedError("no Arrow message has this length")
+    return size
+
+
+def decode(metadata: bytes) -> Schema:
+    """The schema in the metadata of the first message of a segment."""
+    message = Table.root(metadata)
+    header = message.table(2)
+    if message.scalar(1, "B", 0) != _SCHEMA_HEADER or header is None or message.scalar(3, "q", 0) != 0:
+        raise DamagedError("the segment does not begin with a schema")
+    about = _metadata(header, 2)
+    if about.get("format") != FORMAT:
+        raise DamagedError(f"the segment is of format {about.get('format')!r}, not {FORMAT!r}")
+    try:
+        columns = [_column(field) for field in header.tables(1)]
+        keys = json.loads(about["keys"])
+        schema = _assemble(columns, keys)
+    except (KeyError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise DamagedError(f"the schema makes no sense ({error})") from error
+    return schema
+
+
+def _metadata(table: Table, number: int) -> dict[str, str]:
+    return {entry.string(0): entry.string(1) for entry in table.tables(number)}
+
+
+def _column(field: Table) -> Column:
+    about = _metadata(field, 6)
+    role = about["role"]
+    shape = json.loads(about["shape"])
+    if not isinstance(shape, list) or len(shape) > _MAX_NDIM or not all(type(n) is int and n >= 0 for n in shape):
+        raise DamagedError(f"{shape!r} is no shape")
+    if math.prod(n or 1 for n in shape) > _MAX_ITEMS:
+        raise DamagedError(f"{shape!r} is too large a shape")
+    name = json.loads(about["key" if role == "value" else "name"])
+    if not isinstance(name, str):
+        raise DamagedError(f"{name!r} is no name")
+    words = int(about.get("words", 0))
+    if not 0 <= words <= 64 or bool(words) != about["dtype"].startswith("key<"):
+        raise DamagedError(f"a PRNG key of {words} words")
+    column = Column(role, name, about["dtype"], tuple(shape), _flags(json.loads(about["lanes"])), about["path"], words)
+    if _stored_type(field) != _expected_type(column):
+        raise DamagedError(f"the column {name!r} is not stored as its dtype {column.dtype} says")
+    return column
+
+
+def _flags(flags: Any) -> Flags:
+    if not isinstance(flags, list) or len(flags) > _MAX_NDIM:
+        raise DamagedError("no flags")
+    for flag in flags:
+        named = isinstance(flag, list) and flag and all(isinstance(axis, str) for axis in flag)
+        if not isinstance(flag, bool) and not named:
+            raise DamagedError("no flags")
+    return tuple(tuple(flag) if isinstance(flag, list) else flag for flag in flags)
+
+
+def _expected_type(column: Column) -> Any:
+    if column.items == 0:
+        return "null"
+    item = column.codec.arrow.name
+    return (item, column.items) if column.is_list else item
+
+
+def _stored_type(field: Table) -> Any:
+    kind, about = field.scalar(2, "B", 0), field.table(3)
+    if kind == _NULL:
+        return "null"
+    if kind == _BOOL:
+        return "bool"
+    if about is None:
+        raise DamagedError("a column without a type")
+    if kind == _INT:
+        sign = "" if about.scalar(1, "?", False) else "u"
+        return f"{sign}int{about.scalar(0, 'i', 0)}"
+    if kind == _FLOAT:
+        return _FLOAT_PRECISION.get(about.scalar(0, "h", 0))
+    if kind == _FIXED_SIZE_LIST:
+        children = field.tables(5)
+        if len(children) == 1 and children[0].scalar(2, "B", 0) != _FIXED_SIZE_LIST:
+            return _stored_type(children[0]), about.scalar(0, "i", 0)
+    raise DamagedError("a column of a type that lox does not write")
+
+
+def _assemble(columns: list[Column], keys: Any) -> Schema:
+    """The schema that these columns make; whatever does not add up is damage."""
+    if columns[:2] != [RUN, WALL]:
+        raise DamagedError("the first columns are not those of lox")
+    rest = columns[2:]
+    steps = tuple(c for c in rest if c.role == "step")
+    valid = [c for c in rest if c.role == "valid"]
+    leaves = [c for c in rest if c.role == "value"]
+    if rest != [*steps, *valid, *leaves] or len(valid) > 1 or any(c.dtype != "bool" for c in valid):
+        raise DamagedError("the columns are not in order")
+    if len({c.name for c in steps}) != len(steps):
+        raise DamagedError("two steps of one name")
+    found, start = [], 0
+    for key, structure, order in keys:
+        stop = start + _structure.count(json.loads(structure))
+        part = tuple(leaves[start:stop])
+        if (
+            not isinstance(key, str)
+            or type(order) is not int
+            or len(part) != stop - start
+            or any(c.name != key for c in part)
+        ):
+            raise DamagedError("the columns do not fit the keys")
+        _structure.build(json.loads(structure), list(part))
+        found.append(Key(key, structure, part, order))
+        start = stop
+    if start != len(leaves) or len({key.name for key in found}) != len(found):
+        raise DamagedError("the columns do not fit the keys")
+    return Schema(steps, valid[0] if valid else None, tuple(found))

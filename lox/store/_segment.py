@@ -1,0 +1,274 @@
+"""One segment: an Arrow IPC stream in a file of its own, written once and from one process only.
+
+A batch is one `write`. Whoever reads stops at the first batch that is not whole and resumes there later, which is all
+it takes for a live tail and for surviving a kill. Files are read with ordinary reads and never mapped into memory: a
+mapped file that somebody truncates kills the process.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from lox import _errors
+from lox.store import _schema
+from lox.store._batch import Batches
+from lox.store._flatbuffers import DamagedError
+from lox.store._schema import Column, Schema
+
+Array = np.ndarray[Any, Any]
+
+WAY_OUT = "Free some space or make the directory writable, then flush again: what was not written is kept in memory."
+
+
+class SegmentWriter:
+    """Appends batches to a new file. After a failed write it is closed for good: go on in another one."""
+
+    def __init__(self, path: Path, batches: Batches):
+        self.path, self.batches = path, batches
+        self.size = 0  # up to the end of the last whole batch
+        self._preamble: bytes | None = _schema.encode(batches.schema)
+        try:
+            # O_EXCL: never into a file that somebody else writes.
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        except OSError as error:
+            raise _errors.cannot_write(path, error, WAY_OUT) from error
+
+    def write_schema(self) -> None:
+        """Begin the file, if no batch has done so."""
+        if self._preamble is not None:
+            self._write(self._preamble)
+            self._preamble = None
+
+    def write_batch(self, rows: int, columns: Sequence[Any]) -> None:
+        """Append rows, given the bytes of each column."""
+        layout = self.batches.layout(rows)
+        parts: list[Any] = [layout.header] if self._preamble is None else [self._preamble, layout.header]
+        for data, size in zip(columns, layout.sizes, strict=True):
+            parts.append(data)
+            if size % 8:
+                parts.append(bytes(-size % 8))
+        self._write(b"".join(parts))
+        self._preamble = None
+
+    def _write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                written = os.write(self._file, rest)
+                if written == 0:
+                    raise OSError(errno.EIO, "nothing could be written")
+                rest = rest[written:]
+        except OSError as error:
+            # Without the torn batch every tool can read the file. If this fails too, readers skip the torn tail.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self.size)
+            self.abandon()
+            raise _errors.cannot_write(self.path, error, WAY_OUT) from error
+        self.size += len(data)
+
+    def close(self) -> None:
+        """End the stream."""
+        if self._file >= 0:
+            self.write_schema()
+            self._write(_schema.END_OF_STREAM)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be appended any more."""
+        return self._file < 0
+
+
+class SegmentReader:
+    """Knows where the batches of a file are; `scan` looks for new ones."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.schema: Schema | None = None
+        self.offsets: list[int] = []  # of batches
+        self.rows: list[int] = []
+        self.end = 0  # of the last whole message
+        self.ended = False
+        self.leftover = 0  # bytes after it
+        self.damage: str | None = None  # what is wrong with them, unless the last batch is merely incomplete
+        self._batches: Batches | None = None
+        self._ranges: Array = np.empty((0, 2), np.int32)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """The file, unbuffered."""
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                yield file  # type: ignore[misc]
+        except FileNotFoundError as error:
+            missing = _errors.RunNotFoundError(
+                f"{str(self.path)!r} is gone: the run was overwritten while it was being read. Load it again."
+            )
+            missing.errno, missing.filename = error.errno, str(self.path)
+            raise missing from error
+        except _errors.StoreError:
+            raise
+        except OSError as error:
+            raise _errors.cannot_read(self.path, error) from error
+
+    def scan(self) -> None:
+        """Find the batches that were added since the last scan."""
+        if self.ended or self.damage is not None:
+            return
+        with self.open() as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                self._scan(file, size)
+            except DamagedError as error:
+                self.damage = str(error)
+            self.leftover = max(0, size - self.end)
+
+    def _scan(self, file: BinaryIO, size: int) -> None:
+        if self.schema is None:
+            prefix = _read_up_to(file, 0, 8)
+            if len(prefix) < 8:
+                if prefix[:4] != _schema.CONTINUATION[: len(prefix[:4])]:
+                    raise DamagedError("no Arrow message begins here")
+                return
+            length = _schema.message_size(prefix)
+            if 8 + length > size:
+                return
+            self.schema = _schema.decode(_read(file, 8, length))
+            self._batches = Batches(self.schema)
+            self.end = 8 + length
+        assert self._batches is not None
+        layouts, header_size = self._batches, self._batches.header_size
+        while self.end < size:
+            header = _read_up_to(file, self.end, header_size)
+            if header[:8] == _schema.END_OF_STREAM:
+                self.end += 8
+                self.ended = True
+                if self.end < size:
+                    raise DamagedError("there is something after the end of the stream")
+                return
+            if header[:8] != layouts.layout(0).header[: min(8, len(header))]:
+                raise DamagedError("no batch begins here")
+            rows = layouts.rows_of(header, size - self.end)
+            if rows < 0:
+                return
+            self.offsets.append(self.end)
+            self.rows.append(rows)
+            self.end += header_size + layouts.layout(rows).body
+
+    def batches_with(self, run: int, start: int = 0) -> list[tuple[int, int, int]]:
+        """The batches from `start` on with rows of a run, and which rows these are. Rows are sorted by run."""
+        found = []
+        with self.open() as file:
+            self._extend_ranges(file)
+            candidates = np.flatnonzero((self._ranges[start:, 0] <= run) & (self._ranges[start:, 1] >= run)) + start
+            for batch in candidates.tolist():
+                rows = self.rows[batch]
+                if self._ranges[batch, 0] == self._ranges[batch, 1]:
+                    found.append((batch, 0, rows))
+                    continue
+                runs = self._raw(file, 0, batch, 0, rows)
+                first, last = np.searchsorted(runs, run, "left"), np.searchsorted(runs, run, "right")
+                if last > first:
+                    found.append((batch, int(first), int(last)))
+        return found
+
+    def _extend_ranges(self, file: BinaryIO) -> None:
+        """The first and the last run of each batch."""
+        known = len(self._ranges)
+        if known == len(self.rows):
+            return
+        new = np.empty((len(self.rows) - known, 2), np.int32)
+        for i in range(known, len(self.rows)):
+            rows = self.rows[i]
+            if not rows:
+                new[i - known] = (1, 0)
+                continue
+            new[i - known, 0] = self._raw(file, 0, i, 0, 1)[0]
+            new[i - known, 1] = self._raw(file, 0, i, rows - 1, rows)[0]
+        self._ranges = np.concatenate([self._ranges, new])
+
+    def all_batches(self, start: int = 0) -> list[tuple[int, int, int]]:
+        """All batches from `start` on, with all their rows."""
+        return [(i, 0, self.rows[i]) for i in range(start, len(self.rows))]
+
+    def read(self, columns: Sequence[Column], parts: Sequence[tuple[int, int, int]]) -> list[Array]:
+        """These columns, of these rows of these batches: one array each."""
+        assert self._batches is not None
+        total = sum(stop - start for _, start, stop in parts)
+        numbers = {column: i for i, column in enumerate(self._batches.columns)}
+        found: list[Array] = []
+        with self.open() as file:
+            for column in columns:
+                codec, items = column.codec, column.items
+                raw = np.empty(total * items, codec.arrow)
+                position = 0
+                for batch, start, stop in parts:
+                    end = position + (stop - start) * items
+                    self._raw(file, numbers[column], batch, start, stop, raw[position:end])
+                    position = end
+                found.append(codec.decode(raw).reshape(total, *column.memory_shape))
+        return found
+
+    def _raw(self, file: BinaryIO, number: int, batch: int, start: int, stop: int, out: Array | None = None) -> Array:
+        """Arrow's values of some rows of a column."""
+        assert self._batches is not None
+        items, dtype = self._batches.items[number], self._batches.arrow[number]
+        if out is None:
+            out = np.empty((stop - start) * items, dtype)
+        if not out.size:
+            return out
+        layout = self._batches.layout(self.rows[batch])
+        offset = self.offsets[batch] + self._batches.header_size + layout.offsets[number]
+        if dtype == np.bool_:
+            first, last = start * items, stop * items
+            packed = np.frombuffer(_read(file, offset + first // 8, (last + 7) // 8 - first // 8), np.uint8)
+            bits = np.unpackbits(packed, bitorder="little")
+            out[:] = bits[first % 8 : first % 8 + last - first]
+        else:
+            _read_into(file, offset + start * items * dtype.itemsize, out)
+        return out
+
+
+def _read_up_to(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    data = file.read(size)
+    while len(data) < size:
+        more = file.read(size - len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+    data = _read_up_to(file, offset, size)
+    if len(data) < size:
+        raise _shrunk(file)
+    return data
+
+
+def _read_into(file: BinaryIO, offset: int, out: Array) -> None:
+    file.seek(offset)
+    rest = memoryview(out).cast("B")
+    while rest:
+        count = file.readinto(rest)  # type: ignore[attr-defined]
+        if not count:
+            raise _shrunk(file)
+        rest = rest[count:]
+
+
+def _shrunk(file: BinaryIO) -> _errors.StoreError:
+    error = _errors.StoreError(f"{file.name!r} became shorter while it was being read. Load it again.")
+    error.filename = file.name
+    return error

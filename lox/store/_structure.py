@@ -1,0 +1,120 @@
+"""Pytrees as data: the structure of a value as JSON, never as code.
+
+Dicts, lists, tuples and None come back as they were. A namedtuple, a dataclass or any other registered node comes back
+as a dict of its fields: to make the class again, a file would have to name code to run.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from lox import _errors
+
+# A structure is one of: "*" (an array), None, {"dict": [[key, structure], ...]}, {"list": [...]}, {"tuple": [...]}.
+LEAF = "*"
+
+_KEY_TYPES = (str, int, float, bool, type(None))
+
+
+def describe(value: Any, what: str) -> Any:
+    """The structure of a value, in the order in which JAX flattens it."""
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        # jax.tree.flatten sorts the keys of every dict but an OrderedDict.
+        children = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)[0]
+        return {"dict": [[_key(path[0].key, what), describe(x, what)] for path, x in children]}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [describe(x, what) for x in value]}
+    if jax.tree_util.all_leaves([value]):
+        return LEAF
+    children = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)[0]
+    return {"dict": [[_field(path[0]), describe(x, what)] for path, x in children]}
+
+
+def _key(key: Any, what: str) -> Any:
+    if isinstance(key, np.generic):
+        key = key.item()
+    if isinstance(key, tuple):
+        return {"tuple": [_key(k, what) for k in key]}
+    if not isinstance(key, _KEY_TYPES):
+        raise _errors.LogTypeError(
+            f"{what} has a dict with the key {key!r}, which lox cannot store: use strings or numbers as keys."
+        )
+    return key
+
+
+def _field(entry: Any) -> Any:
+    for attribute in ("name", "key", "idx"):
+        if hasattr(entry, attribute):
+            field = getattr(entry, attribute)
+            return field if isinstance(field, _KEY_TYPES) else str(field)
+    return str(entry)
+
+
+def paths(structure: Any) -> list[list[Any]]:
+    """Where each array is: keys and indices from the outside in."""
+    if structure == LEAF:
+        return [[]]
+    if structure is None:
+        return []
+    kind, children = _open(structure)
+    if kind == "dict":
+        return [[key, *path] for key, child in children for path in paths(child)]
+    return [[index, *path] for index, child in enumerate(children) for path in paths(child)]
+
+
+def count(structure: Any) -> int:
+    """How many arrays there are."""
+    if structure == LEAF:
+        return 1
+    if structure is None:
+        return 0
+    kind, children = _open(structure)
+    return sum(count(child[1] if kind == "dict" else child) for child in children)
+
+
+def build(structure: Any, leaves: list[Any]) -> Any:
+    """The value, given its arrays. Raises ValueError for what is no structure."""
+    rest = iter(leaves)
+    value = _build(structure, rest)
+    if next(rest, rest) is not rest:
+        raise ValueError("more arrays than the structure has")
+    return value
+
+
+def _build(structure: Any, leaves: Any) -> Any:
+    if structure == LEAF:
+        try:
+            return next(leaves)
+        except StopIteration:
+            raise ValueError("fewer arrays than the structure has") from None
+    if structure is None:
+        return None
+    kind, children = _open(structure)
+    if kind == "dict":
+        return {_unkey(key): _build(child, leaves) for key, child in children}
+    built = [_build(child, leaves) for child in children]
+    return built if kind == "list" else tuple(built)
+
+
+def _unkey(key: Any) -> Any:
+    if isinstance(key, dict):
+        kind, parts = _open(key)
+        if kind == "tuple":
+            return tuple(_unkey(k) for k in parts)
+    if not isinstance(key, _KEY_TYPES):
+        raise ValueError(f"{key!r} is no key of a dict")
+    return key
+
+
+def _open(structure: Any) -> tuple[str, Any]:
+    if not isinstance(structure, dict) or len(structure) != 1:
+        raise ValueError(f"{structure!r} is no structure")
+    ((kind, children),) = structure.items()
+    if kind not in ("dict", "list", "tuple") or not isinstance(children, list):
+        raise ValueError(f"{structure!r} is no structure")
+    if kind == "dict" and not all(isinstance(pair, list) and len(pair) == 2 for pair in children):
+        raise ValueError(f"{structure!r} is no structure")
+    return kind, children

@@ -1,0 +1,365 @@
+"""`Writer`: one opening of the store. Everything that is logged through it goes into one group."""
+
+import os
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from lox import _errors
+from lox.store import _catalog, _group, _open, names
+from lox.store._catalog import Catalog
+from lox.store._group import Entry
+from lox.store._rows import Rows
+from lox.store._schema import Schema
+from lox.store._segment import WAY_OUT, SegmentWriter
+from lox.store._table import Table
+
+Array = np.ndarray[Any, Any]
+
+_MAX_OPEN = 64  # segments at once: each has a file descriptor
+_MAX_PENDING = 256 << 20  # bytes to keep while nothing can be written
+
+
+class Writer:
+    """Writes runs into a directory, next to what others have written or are writing there.
+
+    >>> import tempfile, numpy as np, lox
+    >>> directory = tempfile.mkdtemp()
+    >>> with lox.store.Writer(directory) as writer:
+    ...     run = writer.open_run("my run")
+    ...     for i in range(3):
+    ...         writer.append(run, lox.logdict({"loss": np.float32(i)}, steps={"step": {"loss": i}}))
+    >>> print(lox.load(directory))
+    {'loss': [0.0, 1.0, 2.0]}
+
+    It takes NumPy arrays and never touches JAX, so callbacks may use it, from any thread. Small appends are collected
+    until there are `buffer_bytes` of them; `flush` makes all that was appended readable for everyone.
+
+    What the operating system refuses to write stays in memory, and every `append` that tries again and every `flush`
+    raises a `StoreError`, until it succeeds. Segments that were written before stay readable.
+
+    Attributes:
+        path: The directory.
+        group: The directory inside it which is this writer's own.
+        run_names: The name of each run, by its number.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        config: Any = None,
+        process: int | None = None,
+        buffer_bytes: int = 64 << 10,
+        segment_bytes: int = 256 << 20,
+    ):
+        self.path = Path(path).absolute()  # the working directory may change
+        self.run_names: list[str] = []
+        self._process = process or 0
+        self._buffer_bytes, self._segment_bytes = buffer_bytes, segment_bytes
+        self._config = _group.plain(config)
+        self._lock = threading.RLock()
+        self._created = time.time()
+        self._pid = os.getpid()
+        self._catalog = Catalog(self.path)
+        self._rows = Rows()
+        self._tables: dict[Schema, Table] = {}  # the one that was written last comes last
+        self._pending = 0
+        self._pending_rows = 0
+        self._refused = 0  # pending bytes when writing failed: try again when there are more
+        self._wall = 0.0
+        self._segments = 0
+        self._unsynced: list[str] = []  # segments that have been written to since the last fsync
+        self._warned = False
+        self._closed = True  # until it is open
+        self.group = _group.create(self.path).resolve()
+        _group.write_meta(self.group, self._created, self._process, "open", self._config)
+        self._closed = False
+        _open.register(self.path, self.flush, self.close)
+
+    # --- runs ---
+
+    def open_run(
+        self,
+        name: str | None = None,
+        key_data: Any = None,
+        key_impl: str | None = None,
+        config: Any = None,
+        mode: str = "new",
+    ) -> int:
+        """Begin a run, or go on with one.
+
+        Args:
+            name: What to call it; by default it is named after its key. If there is one of that name already, `mode`
+                decides.
+            key_data: The words of its PRNG key.
+            key_impl: The name of the key's implementation.
+            config: Its hyper-parameters, stored as JSON.
+            mode: `"new"` makes another attempt, such as `42.1`; `"append"` goes on with the newest one; `"overwrite"`
+                replaces all of them; `"error"` refuses.
+
+        Returns:
+            The number of the run, for `append`.
+        """
+        data = None if key_data is None else np.asarray(key_data, np.uint32).reshape(1, -1)
+        return int(self.open_runs(None if name is None else [name], data, key_impl, [config], mode)[0])
+
+    def open_runs(
+        self,
+        run_names: Sequence[str] | None = None,
+        key_data: Any = None,
+        key_impl: str | None = None,
+        configs: Sequence[Any] | None = None,
+        mode: str = "new",
+    ) -> Array:
+        """`open_run` for many at once: names or keys `(run, words)`, and a configuration for each."""
+        _catalog.check_mode(mode)
+        data = None if key_data is None else np.asarray(key_data, np.uint32)
+        if data is not None:
+            data = data.reshape(-1, data.shape[-1])
+            key_impl = key_impl or names.impl_of_raw(data)
+        if run_names is not None:
+            bases = list(run_names)
+        else:
+            bases = [names.UNNAMED] if data is None else names.base_names(data, key_impl)
+        if (data is not None and len(data) != len(bases)) or (configs is not None and len(configs) != len(bases)):
+            raise _errors.OptionError(f"{len(bases)} runs need as many keys and configurations.")
+        with self._lock:
+            self._check_open()
+            self._catalog.refresh()
+            chosen = _catalog.choose_names(self._catalog, bases, mode)
+            opened = self._tick()
+            first = len(self.run_names)
+            entries = [
+                Entry(
+                    self.group.name,
+                    first + i,
+                    name,
+                    base,
+                    how,
+                    opened,
+                    None if data is None else _catalog.words(data[i]),
+                    None if data is None else key_impl,
+                    None if configs is None else _group.plain(configs[i]),
+                )
+                for i, ((name, how), base) in enumerate(zip(chosen, bases, strict=True))
+            ]
+            self._write_entries(entries)
+            self._catalog.refresh()  # somebody else may have chosen the same names at the same moment
+            here = self.group.name
+            resolved = {e.number: r.name for r in self._catalog.records.values() for e in r.entries if e.group == here}
+            self.run_names += [resolved.get(e.number, e.name) for e in entries]
+            if mode == "overwrite":
+                for group in self._catalog.dead_groups():
+                    if not group.is_alive():
+                        group.delete()
+            return np.arange(first, first + len(bases), dtype=np.int32)
+
+    def _write_entries(self, entries: list[Entry]) -> None:
+        file = self.group / _group.RUNS
+        try:
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+            try:
+                before = os.fstat(descriptor).st_size
+                rest = memoryview(b"".join(entry.to_line() for entry in entries))
+                try:
+                    while rest:
+                        rest = rest[os.write(descriptor, rest) :]
+                except OSError:
+                    os.ftruncate(descriptor, before)  # or the next line would continue a torn one
+                    raise
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise _errors.cannot_write(file, error, _group.WAY_OUT) from error
+
+    # --- events ---
+
+    def append(self, runs: Any, logs: Mapping[str, Any], wall: float | None = None) -> None:
+        """Add events.
+
+        Args:
+            runs: The number of a run; or an array of them, one for each lane of the logs, whether the lanes come
+                first, as with `vmap(spool(f))`, or right after the event axis. What does not depend on the lane is
+                stored for each of them.
+            logs: NumPy arrays; a key has an event axis if the logdict says so, and is one event otherwise. Events
+                that did not happen (`logs.valid`) are not stored.
+            wall: When it happened, in seconds since 1970; now by default. Times never go backwards.
+
+        Raises:
+            StoreError: The disk refuses. The events are kept and written later, if that becomes possible: do not
+                append them again, unless the message says that they were not taken.
+        """
+        with self._lock:
+            self._check_open()
+            pieces = self._rows.of(runs, logs)
+            if self._pending > _MAX_PENDING:
+                raise _errors.StoreError(
+                    f"{str(self.group)!r} cannot be written to, and {self._pending >> 20} MB are waiting in memory: "
+                    f"{sum(p.rows for p in pieces)} events were not taken.\nFree some space and flush."
+                )
+            stamp = struct.pack("<d", self._tick(wall))
+            for piece in pieces:
+                table = self._tables.get(piece.schema)
+                if table is None:
+                    table = self._tables[piece.schema] = Table(piece.schema)
+                self._pending += table.add(piece, stamp)
+                self._pending_rows += piece.rows
+            if self._pending - self._refused >= self._buffer_bytes:
+                self._write_pending()
+
+    def _tick(self, wall: float | None = None) -> float:
+        """The time, later than any before: events of a key that lie in two segments are sorted by it."""
+        now = time.time() if wall is None else float(wall)
+        self._wall = now if now > self._wall else float(np.nextafter(self._wall, np.inf))
+        return self._wall
+
+    def _write_pending(self) -> None:
+        self._refused = self._pending
+        for schema, table in list(self._tables.items()):
+            if not table.rows and (table.started or table.segment is not None):
+                continue
+            segment = self._segment_of(schema, table)
+            if table.rows:
+                segment.write_batch(table.rows, table.batch())
+                self._pending -= table.size
+                self._pending_rows -= table.rows
+                table.clear()
+            else:
+                segment.write_schema()
+            table.started = True
+            if segment.size >= self._segment_bytes:
+                segment.close()
+        self._refused = 0
+        self._forget_old_tables()
+
+    def _segment_of(self, schema: Schema, table: Table) -> SegmentWriter:
+        self._tables[schema] = self._tables.pop(schema)  # now the one that was used last
+        if table.segment is None or table.segment.closed:
+            self._close_oldest_segments()
+            path = self.group / f"p{self._process:04d}-{self._segments:03d}.arrows"
+            table.segment = SegmentWriter(path, table.batches)
+            self._unsynced.append(path.name)
+            self._segments += 1
+        return table.segment
+
+    def _close_oldest_segments(self) -> None:
+        live = [t.segment for t in self._tables.values() if t.segment is not None and not t.segment.closed]
+        if len(live) < _MAX_OPEN:
+            return
+        for segment in live[: len(live) - _MAX_OPEN + 1]:
+            segment.close()
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"more than {_MAX_OPEN} different sets of keys, shapes or dtypes are being logged to "
+                f"{str(self.path)!r}; each needs a file, and there will be many. "
+                "Log the same keys together, with the same shapes.",
+                _errors.LoxWarning,
+                stacklevel=2,
+            )
+
+    def _forget_old_tables(self) -> None:
+        # Shapes that change with every event must not fill the memory.
+        for schema in list(self._tables)[: max(0, len(self._tables) - 4 * _MAX_OPEN)]:
+            table = self._tables.pop(schema)
+            if table.segment is not None:
+                table.segment.close()
+
+    def flush(self, fsync: bool = False) -> None:
+        """Make everything that was appended readable by others; with `fsync`, also safe from a loss of power."""
+        with self._lock:
+            if self._closed:
+                return
+            self._check_open()
+            self._write_pending()
+            if fsync:
+                # The directories too, or the files might not be found after a loss of power.
+                segments = [self.group / name for name in self._unsynced]
+                for file in [*segments, self.group / _group.RUNS, self.group, self.path]:
+                    _sync(file)
+                live = [t.segment for t in self._tables.values() if t.segment is not None and not t.segment.closed]
+                self._unsynced = [segment.path.name for segment in live]
+
+    def close(self) -> None:
+        """Flush and end the files. Afterwards nothing can be appended; closing again does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._check_open()
+            try:
+                self._write_pending()
+                for table in self._tables.values():
+                    if table.segment is not None:
+                        table.segment.close()
+                _group.write_meta(self.group, self._created, self._process, "closed", self._config)
+            except _errors.StoreError as error:
+                lost = f"\n{self._pending_rows} events were not written." if self._pending_rows else ""
+                raise _with_note(error, lost) from error
+            finally:
+                for table in self._tables.values():
+                    if table.segment is not None:
+                        table.segment.abandon()
+                self._closed = True
+                self._tables.clear()
+                _open.unregister(self.flush)
+
+    def __del__(self) -> None:
+        # Nothing is lost if nobody closes it. In a fork it is somebody else's to close.
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _errors.StoreError(f"the writer of {str(self.path)!r} is closed. Make a new one.")
+        if os.getpid() != self._pid:
+            raise _errors.StoreError(
+                f"the writer of {str(self.path)!r} belongs to the process that this is a fork of. Make a new one."
+            )
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except _errors.StoreError as refused:
+            if error is None:
+                raise
+            error.add_note(str(refused))  # what went wrong inside comes first
+
+
+def _sync(file: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    if os.name == "nt" and file.is_dir():
+        return  # cannot be opened there
+    try:
+        descriptor = os.open(file, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        pass  # no run was opened yet
+    except OSError as error:
+        raise _errors.cannot_write(file, error, WAY_OUT) from error
+
+
+def _with_note(error: _errors.StoreError, note: str) -> _errors.StoreError:
+    new = _errors.StoreError(str(error).splitlines()[0] + note)
+    new.errno, new.filename = error.errno, error.filename
+    return new

@@ -1,0 +1,120 @@
+"""Other processes that write to a store: `python store_process.py kill|tail|race DIR ...`.
+
+lox is imported once; the writers are forks of this process, which has started no JAX backend.
+"""
+
+import json
+import os
+import random
+import signal
+import struct
+import sys
+import time
+import warnings
+
+import numpy as np
+
+import lox
+from lox.store import Writer
+
+
+def events(start, count):
+    steps = np.arange(start, start + count, dtype=np.int64)
+    logs = lox.logdict({"x": steps * 3, "y": np.stack([steps, -steps], 1).astype(np.float64)})
+    logs.steps = {"step": {"x": steps, "y": steps}}
+    return logs
+
+
+def write_until_killed(directory, acknowledge, rng):
+    """Events 0, 1, 2, ... in flushes of all sizes; after each flush, the number of events is acknowledged."""
+    writer = Writer(directory, segment_bytes=1 << 22)
+    run = writer.open_run("killed")
+    done = 0
+    while True:
+        count = rng.choice([1, 10, 1000, 100_000])
+        writer.append(run, events(done, count))
+        done += count
+        if rng.random() < 0.7:
+            writer.flush()
+            os.write(acknowledge, struct.pack("<q", done))
+
+
+def kill(directory, number, seed):
+    """Kill that many writers; print what each had acknowledged."""
+    rng = random.Random(seed)
+    acknowledged = []
+    for i in range(number):
+        reader, writer = os.pipe()
+        child_seed = rng.random()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            write_until_killed(os.path.join(directory, str(i)), writer, random.Random(child_seed))
+        os.close(writer)
+        time.sleep(rng.uniform(0.02, 0.15))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        data = b""
+        while block := os.read(reader, 1 << 16):
+            data += block
+        os.close(reader)
+        acknowledged.append(struct.unpack("<q", data[-8:])[0] if data else 0)
+    print(json.dumps(acknowledged))
+
+
+def tail(directory, number):
+    """Write slowly, so that somebody can watch."""
+    with Writer(directory) as writer:
+        run = writer.open_run("live", config={"n": number})
+        for i in range(number):
+            writer.append(run, events(i, 1))
+            if i == number // 2:
+                writer.append(run, {"half": np.float32(i)})
+            if i % 5 == 4:
+                writer.flush()
+                time.sleep(0.002)
+
+
+def race(directory, processes, number):
+    """Several processes begin a run with the same key at the same moment, and write at once."""
+    start = time.time() + 0.2
+    children = []
+    for p in range(processes):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(max(0, start - time.time()))
+            with Writer(directory, process=p, buffer_bytes=500) as writer:
+                run = writer.open_run(key_data=[0, 42])
+                for i in range(number):
+                    writer.append(run, lox.logdict({"process": np.int32(p), "i": np.int32(i)}))
+            os._exit(0)
+        children.append(pid)
+    for pid in children:
+        _, status = os.waitpid(pid, 0)
+        assert status == 0
+
+
+def fill(directory, limit):
+    """Write until the operating system refuses: a real limit on the size of files."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    writer = Writer(directory)
+    run = writer.open_run()
+    writer.append(run, events(0, 10))
+    writer.flush()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        writer.append(run, events(10, 10_000))
+    except lox.StoreError as error:
+        print(type(error).__name__, error.errno, error.filename)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    writer.append(run, events(10_010, 10))
+    writer.close()
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+    warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
+    name, directory, *numbers = sys.argv[1:]
+    {"kill": kill, "tail": tail, "race": race, "fill": fill}[name](directory, *map(int, numbers))

@@ -1,0 +1,490 @@
+"""The files themselves: what other tools see, keys that are not names, and damage of every kind."""
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+import tracemalloc
+import warnings
+from pathlib import Path
+
+import duckdb
+import jax
+import ml_dtypes
+import numpy as np
+import polars
+import pyarrow
+import pyarrow.ipc
+import pytest
+from exact import f32, same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import lox
+from lox.store import Reader, Writer, _batch, _flatbuffers, _schema
+
+
+def segments(path):
+    return sorted(path.glob("*/*.arrows"))
+
+
+# --- other tools ---
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """Two runs with all kinds of columns."""
+    with Writer(tmp_path) as writer:
+        runs = writer.open_runs(["a", "b"])
+        for i in range(5):
+            logs = lox.logdict(
+                {
+                    "loss": f32([i, i + 0.5]),
+                    "flag": np.asarray([i % 2 == 0, True]),
+                    "grad": np.full((2, 3), i, np.float64),
+                    "half": np.full((2,), i, ml_dtypes.bfloat16),
+                    "z": np.full((2,), 1j * i, np.complex64),
+                    "key": np.arange(2, dtype=np.uint32),
+                    "nothing": np.zeros((2, 0)),
+                },
+                steps={"step": dict.fromkeys(["loss", "flag", "grad", "half", "z", "key", "nothing"], np.int32(i))},
+            )
+            layout = lox._logdict.Layout
+            for key, value in logs.items():
+                logs._layouts[key] = layout(False, ((True,),), (value.ndim,), (("step", ()),))
+            writer.append(runs, logs)
+    (segment,) = segments(tmp_path)
+    return segment
+
+
+STEPS = [0, 1, 2, 3, 4] * 2
+LOSSES = [0, 1, 2, 3, 4, 0.5, 1.5, 2.5, 3.5, 4.5]
+
+
+def test_pyarrow(stored):
+    table = pyarrow.ipc.open_stream(stored).read_all()
+    table.validate(full=True)
+    assert table.column_names == ["run", "wall", "step", "loss", "flag", "grad", "half", "z", "key", "nothing"]
+    assert table["run"].to_pylist() == [0] * 5 + [1] * 5  # run after run
+    assert table["step"].to_pylist() == STEPS
+    assert table["loss"].to_pylist() == LOSSES
+    assert table["flag"].to_pylist() == [True, False, True, False, True, True, True, True, True, True]
+    assert table["grad"].to_pylist() == [[i] * 3 for i in STEPS]
+    assert table["half"].to_pylist() == STEPS
+    assert table["z"].to_pylist() == [[0, i] for i in STEPS]
+    assert table["nothing"].null_count == 10
+    metadata = table.schema.field("half").metadata
+    assert metadata[b"role"] == b"value"
+    assert json.loads(metadata[b"key"]) == "half"
+    assert metadata[b"dtype"] == b"bfloat16"
+    assert table.schema.metadata[b"format"] == b"lox-arrow/1"
+    assert table.drop(["nothing"]).to_pandas()["loss"].tolist() == LOSSES
+
+
+def test_polars(stored):
+    frame = polars.read_ipc_stream(stored)
+    assert frame["loss"].to_list() == LOSSES
+    assert frame["grad"].to_list() == [[i] * 3 for i in STEPS]
+    assert frame.filter(polars.col("run") == 1)["step"].to_list() == [0, 1, 2, 3, 4]
+
+
+def test_duckdb(stored):
+    # Its own reader of Arrow files is an extension to be downloaded; tables of pyarrow it reads as they are.
+    table = pyarrow.ipc.open_stream(stored).read_all()
+    assert table.num_rows == 10
+    found = duckdb.sql(
+        "select run, max(loss), sum(grad[1]) from table group by run order by run".replace("table", "t"),
+        connection=_connect(t=table),
+    )
+    assert found.fetchall() == [(0, 4.0, 10.0), (1, 4.5, 10.0)]
+
+
+def _connect(**tables):
+    connection = duckdb.connect()
+    for name, table in tables.items():
+        connection.register(name, table)
+    return connection
+
+
+def test_open_segments_are_readable_too(tmp_path):
+    with Writer(tmp_path) as writer:
+        writer.append(writer.open_run(), {"x": f32([1, 2])})
+        writer.flush()
+        (segment,) = segments(tmp_path)
+        assert pyarrow.ipc.open_stream(segment).read_all()["x"].to_pylist() == [[1, 2]]
+        assert polars.read_ipc_stream(segment)["x"].to_list() == [[1, 2]]
+
+
+# --- keys are data ---
+
+HOSTILE = [
+    "../evil",
+    "/etc/passwd",
+    "",
+    "a\nb",
+    "a\0b",
+    "x" * 10_000,
+    "żółć 🦊",
+    "\ud800",
+    "run",
+    "wall",
+    "step",
+    'quote"quote',
+    "{}",
+    "con.arrows",
+    ".",
+    "a/b",
+    "\\",
+]
+
+
+def test_hostile_keys(tmp_path):
+    inside = tmp_path / "deep" / "inside"
+    logs = lox.logdict({key: {key: f32(i)} for i, key in enumerate(HOSTILE)})
+    logs.steps = {key: {other: np.int32(7) for other in HOSTILE} for key in HOSTILE if key}
+    lox.save(logs, inside)
+    loaded = lox.load(inside)
+    same(loaded, {key: {key: f32([i])} for i, key in enumerate(HOSTILE)})
+    assert set(loaded.steps) == set(HOSTILE) - {""}
+    written = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert sorted(p.name for p in written) == ["meta.json", "p0000-000.arrows", "runs.jsonl"]
+    assert all(p.parent.parent == inside for p in written)
+    (segment,) = segments(inside)
+    table = pyarrow.ipc.open_stream(segment).read_all()
+    assert len(set(table.column_names)) == len(table.column_names)
+    assert polars.read_ipc_stream(segment).height == 1
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_of_runs(tmp_path, name):
+    with Writer(tmp_path) as writer:
+        writer.append(writer.open_run(name), {"x": f32(1)})
+        writer.append(writer.open_run(name, config={name: name}), {"x": f32(2)})
+    first, second = lox.runs(tmp_path)
+    assert (first.name, second.name) == (name, f"{name}.1")
+    assert second.config == {name: name}
+    assert lox.load(tmp_path, name)["x"].tolist() == [1]
+
+
+def test_files_of_others_are_not_looked_at(tmp_path):
+    lox.save({"x": 1}, tmp_path)
+    (group,) = tmp_path.iterdir()
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "p0000-000.arrows").write_bytes(b"nonsense")
+    (tmp_path / "runs.jsonl").write_text("nonsense")
+    (group / "mine.arrows").write_bytes(b"nonsense")
+    assert lox.load(tmp_path)["x"].tolist() == [1]
+
+
+def test_there_is_no_pickle():
+    for file in Path(lox.store.__file__).parent.glob("*.py"):
+        text = file.read_text()
+        assert "import pickle" not in text and "allow_pickle" not in text and "eval(" not in text
+
+
+# --- damage ---
+
+
+def save_some(path, runs=3, flushes=4):
+    with Writer(path) as writer:
+        numbers = writer.open_runs(key_data=[[0, i] for i in range(runs)])
+        for i in range(flushes):
+            for run in numbers:
+                steps = np.arange(i * 10, i * 10 + 10)
+                logs = lox.logdict({"x": steps * 1.5, "m": {"a": np.ones((10, 2), bool)}})
+                logs.steps = {"step": {"x": steps, "m": steps}}
+                logs._layouts["m"] = lox._logdict.Layout(True, ((),), (2,), (("step", ()),))
+                writer.append(run, logs)
+            writer.append(numbers[0], {"k": np.arange(4, dtype=ml_dtypes.int4)})
+            writer.flush()
+
+
+def test_a_torn_tail(tmp_path):
+    lox.save({"x": np.arange(100.0)}, tmp_path)
+    with Writer(tmp_path) as writer:
+        run = writer.open_run("run", mode="append")
+        for i in range(3):
+            writer.append(run, {"x": np.arange(100.0) + i})
+            writer.flush()
+    segment = segments(tmp_path)[1]
+    whole = segment.read_bytes()
+    batch = (len(whole) - 8 - len(_schema.encode(_schema.decode(schema_bytes(whole)[8:])))) // 3
+    segment.write_bytes(whole[: len(whole) - 8 - batch // 2])
+    with pytest.raises((polars.exceptions.PolarsError, OSError)):
+        polars.read_ipc_stream(segment)
+    with pytest.warns(lox.LoxWarning, match=r"1 damaged files.*\n.*p0000-000.arrows': \d+ bytes.*incomplete") as warned:
+        logs = lox.load(tmp_path)
+    assert len(warned) == 1
+    reader = Reader(tmp_path)
+    reader.refresh()
+    assert reader.skipped() == {str(segment): batch - batch // 2}
+    assert "lox.store.repair(" in str(warned[0].message)
+    assert logs["x"][:, 0].tolist() == [0, 0, 1]
+    cut = lox.store.repair(tmp_path)
+    assert cut == {str(segment): batch - batch // 2}
+    assert lox.load(tmp_path)["x"][:, 0].tolist() == [0, 0, 1]  # and no warning
+    assert polars.read_ipc_stream(segment).height == 2
+    assert lox.store.repair(tmp_path) == {}
+
+
+def schema_bytes(data):
+    return data[: 8 + _schema.message_size(data[:8])]
+
+
+def test_not_even_a_schema(tmp_path):
+    lox.save({"x": 1}, tmp_path)
+    (segment,) = segments(tmp_path)
+    segment.write_bytes(segment.read_bytes()[:50])
+    with pytest.warns(lox.LoxWarning, match="50 bytes at its end"):
+        assert list(lox.load(tmp_path)) == []
+    assert lox.store.repair(tmp_path) == {str(segment): 50}
+    assert not segment.exists()
+
+
+def test_damage_in_the_middle(tmp_path):
+    save_some(tmp_path)
+    segment = segments(tmp_path)[0]
+    data = bytearray(segment.read_bytes())
+    schema = len(schema_bytes(bytes(data)))
+    data[schema + 100] ^= 255  # the header of the first batch
+    segment.write_bytes(data)
+    with pytest.warns(lox.LoxWarning, match="no batch begins here"):
+        lox.load(tmp_path)
+    lox.store.repair(tmp_path)
+    assert segment.stat().st_size == schema
+    assert segment.with_name(segment.name + ".damaged").read_bytes() == data[schema:]
+    lox.load(tmp_path).stack()
+
+
+def test_a_writer_that_lives_is_not_repaired(tmp_path):
+    with Writer(tmp_path) as writer:
+        writer.append(writer.open_run(), {"x": f32(1)})
+        writer.flush()
+        (segment,) = segments(tmp_path)
+        with open(segment, "ab") as file:
+            file.write(b"\xff\xff")  # the first bytes of a batch that is being written
+        assert lox.load(tmp_path)["x"].tolist() == [1]  # no warning: it is being written
+        with pytest.warns(lox.LoxWarning, match="left alone: its writer seems to be alive"):
+            assert lox.store.repair(tmp_path) == {}
+        assert lox.store.repair(tmp_path, force=True) == {str(segment): 2}
+
+
+def test_meta_of_another_format(tmp_path):
+    lox.save({"x": 1}, tmp_path)
+    (meta,) = tmp_path.glob("*/meta.json")
+    meta.write_text(meta.read_text().replace("lox-arrow/1", "lox-arrow/9"))
+    with pytest.raises(lox.StoreError, match=r"of format 'lox-arrow/9'; this lox reads 'lox-arrow/1'.\nInstall"):
+        lox.load(tmp_path)
+    meta.write_text("{")
+    with pytest.raises(lox.StoreError, match=r"meta.json' is damaged.*\nDelete that one file"):
+        lox.load(tmp_path)
+    meta.unlink()
+    assert lox.load(tmp_path)["x"].tolist() == [1]
+
+
+def test_damaged_runs(tmp_path):
+    save_some(tmp_path, runs=2)
+    (runs,) = tmp_path.glob("*/runs.jsonl")
+    first, second = runs.read_text().splitlines()
+    runs.write_text(f"{first[:-5]}\n{second}\n{{}}\n[1]\n")
+    with pytest.warns(lox.LoxWarning, match="3 damaged files"):
+        assert lox.load(tmp_path, jax.random.key(1))["x"].tolist() == [1.5 * i for i in range(40)]
+    runs.write_text(f"{first}\n{second}")  # the last line has no end: it may still be on its way
+    assert [run.name for run in lox.runs(tmp_path)] == ["0"]
+
+
+def load_everything(path):
+    """All that reading does. Only errors of lox may come out, and no more memory may go in than the file is worth."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lox.LoxWarning)
+        for read in (
+            lambda: dict(lox.load(path)),
+            lambda: lox.load(path).stack(),
+            lambda: lox.load(path, jax.random.key(1)),
+            lambda: lox.runs(path),
+            lambda: Reader(path).poll(),
+            lambda: lox.store.repair(path),
+            lambda: lox.load(path),
+        ):
+            try:
+                read()
+            except (lox.LoxError, AttributeError) as error:
+                # A single run has no `stack`.
+                assert isinstance(error, lox.LoxError) or "no attribute 'stack'" in str(error)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pristine")
+    save_some(path)
+    return path
+
+
+def damaged_copy(pristine, which, change):
+    directory = Path(tempfile.mkdtemp())
+    shutil.copytree(pristine, directory / "store")
+    files = sorted((directory / "store").glob("*/*"))
+    file = files[which % len(files)]
+    file.write_bytes(change(file.read_bytes()))
+    return directory
+
+
+edits = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "byte", "word", "cut", "insert", "zero", "repeat"]),
+        st.integers(0, 10**6),
+        st.one_of(st.integers(0, 255), st.sampled_from([2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1])),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def edited(data, edits):
+    data = bytearray(data)
+    for how, position, value in edits:
+        at = position % max(1, len(data))
+        if how == "flip":
+            data[at : at + 1] = bytes(b ^ (1 << value % 8) for b in data[at : at + 1])
+        elif how == "byte":
+            data[at : at + 1] = bytes([value % 256])
+        elif how == "word":
+            at -= at % 8
+            data[at : at + 8] = value.to_bytes(8, "little")
+        elif how == "cut":
+            del data[at:]
+        elif how == "insert":
+            data[at:at] = value.to_bytes(8, "little")
+        elif how == "zero":
+            data[at : at + 64] = bytes(len(data[at : at + 64]))
+        else:
+            data += data[at:]
+    return bytes(data)
+
+
+FUZZ = settings(
+    max_examples=int(os.environ.get("LOX_DAMAGE_N", "50")),
+    deadline=5000,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    derandomize="LOX_DAMAGE_N" not in os.environ,
+)
+
+
+@FUZZ
+@given(which=st.integers(0, 3), edits=edits)
+def test_no_damage_hurts(pristine, which, edits):
+    directory = damaged_copy(pristine, which, lambda data: edited(data, edits))
+    tracemalloc.start()
+    try:
+        load_everything(directory / "store")
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+        shutil.rmtree(directory)
+
+
+@FUZZ
+@given(which=st.integers(0, 3), data=st.binary(max_size=300), framed=st.booleans())
+def test_no_invention_hurts(pristine, which, data, framed):
+    if framed:
+        data = _schema.CONTINUATION + (len(data) + -len(data) % 8).to_bytes(4, "little") + data + bytes(-len(data) % 8)
+    directory = damaged_copy(pristine, which, lambda _: data)
+    try:
+        load_everything(directory / "store")
+    finally:
+        shutil.rmtree(directory)
+
+
+@settings(FUZZ, max_examples=10 * FUZZ.max_examples)
+@given(edits=edits)
+def test_no_schema_hurts(pristine, edits):
+    """The one part of a segment that has a structure of its own."""
+    message = schema_bytes(segments(pristine)[0].read_bytes())
+    try:
+        schema = _schema.decode(edited(message[8:], edits))
+    except _flatbuffers.DamagedError:
+        return
+    _batch.Batches(schema).layout(3)
+
+
+def test_what_is_not_damaged_is_whole(pristine):
+    """The fuzzing starts from something that can be read: it would pass on nonsense too."""
+    runs = lox.load(pristine)
+    assert list(runs) == ["0", "1", "2"]
+    for logs in runs.values():
+        assert logs["x"].tolist() == [1.5 * i for i in range(40)]
+        assert logs["m"]["a"].all()
+    assert runs["0"]["k"].shape == (4, 4)
+    assert "k" not in runs["1"]
+
+
+def decode(message):
+    return _schema.decode(message[8:])
+
+
+def test_a_schema_that_contradicts_itself(tmp_path):
+    lox.save({"x": np.uint32([1])}, tmp_path)
+    message = schema_bytes(segments(tmp_path)[0].read_bytes())
+    assert [key.name for key in decode(message).keys] == ["x"]
+    assert message.count(b"uint32") == 1
+    with pytest.raises(_flatbuffers.DamagedError, match="not stored as its dtype uint64 says"):
+        decode(message.replace(b"uint32", b"uint64"))
+    huge = _schema.Column("value", "x", "float32", (0, 10**9, 10**9))
+    message = _schema.encode(_schema.Schema((), None, (_schema.Key("x", '"*"', (huge,), 0),)))
+    with pytest.raises(_flatbuffers.DamagedError, match="too large a shape"):
+        decode(message)
+    twice = _schema.Key("x", '"*"', (_schema.Column("value", "x", "float32"),), 0)
+    with pytest.raises(_flatbuffers.DamagedError, match="do not fit the keys"):
+        decode(_schema.encode(_schema.Schema((), None, (twice, twice))))
+
+
+def test_a_message_that_repeats_itself():
+    """A thousand entries that are all one table, which has a thousand entries that are all one table."""
+    n = 1000
+    vtable = struct.pack("<4H", 6, 8, 4, 0)  # at 4: field 0 is at +4
+    inner = 24 + 4 * n
+    innermost = inner + 12 + 4 * n
+    message = (
+        struct.pack("<I", 12)
+        + vtable
+        + struct.pack("<iI", 12 - 4, 4)
+        + struct.pack(f"<{n + 1}I", n, *[inner - (24 + 4 * i) for i in range(n)])
+        + struct.pack("<iI", inner - 4, 4)
+        + struct.pack(f"<{n + 1}I", n, *[innermost - (inner + 12 + 4 * i) for i in range(n)])
+        + struct.pack("<iI", innermost - 4, 0)
+    )
+    read = 0
+    with pytest.raises(_flatbuffers.DamagedError, match="more is in the message than fits into it"):
+        for table in _flatbuffers.Table.root(message).tables(0):
+            read += len(table.tables(0))
+    assert read == n
+
+
+def test_offsets_that_point_outside():
+    with pytest.raises(_flatbuffers.DamagedError, match="points outside"):
+        _flatbuffers.Table.root(struct.pack("<Ii", 4, 16) + bytes(100))  # a vtable before the beginning
+    with pytest.raises(_flatbuffers.DamagedError, match="points outside"):
+        _flatbuffers.Table.root(struct.pack("<I", 1000))
+
+
+def test_a_structure_of_many_levels():
+    structure = '"*"'
+    for _ in range(5_000):
+        structure = f'{{"list": [{structure}]}}'
+    column = _schema.Column("value", "x", "float32")
+    message = _schema.encode(_schema.Schema((), None, (_schema.Key("x", structure, (column,), 0),)))
+    with pytest.raises(_flatbuffers.DamagedError, match="makes no sense"):
+        decode(message)
+
+
+def test_a_batch_that_lies_about_its_length(tmp_path):
+    lox.save({"x": f32(1)}, tmp_path)
+    (segment,) = segments(tmp_path)
+    data = bytearray(segment.read_bytes())
+    header = len(schema_bytes(bytes(data)))
+    for rows in (2**62, 2**40, 10**6, 2, -1):
+        data[header + 64 : header + 72] = rows.to_bytes(8, "little", signed=True)
+        segment.write_bytes(data)
+        with pytest.warns(lox.LoxWarning, match="damaged files"):
+            assert len(lox.load(tmp_path)["x"]) == 0
