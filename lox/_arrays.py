@@ -16,6 +16,11 @@ def numpy_for(*trees: Any) -> Any:
     return jnp
 
 
+def as_array(x: Any) -> Any:
+    """A Python number as an array: JAX passes them through primitives as they are."""
+    return jnp.asarray(x) if isinstance(x, int | float | complex) and not isinstance(x, np.generic) else x
+
+
 def is_prng_key(dtype: Any) -> bool:
     """Whether this is the dtype of typed PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -329,7 +329,9 @@ def eval_equation(jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
     ins = [Var(jax.typeof(x)) for x in args]
     outs = [Var(v.aval) for v in eqn.outvars]
     env = dict(zip(ins, args, strict=True))
-    eval_equations(jaxpr, [eqn.replace(invars=ins, outvars=outs)], env)
+    # Whoever evaluates a single equation has entered its context already: not twice.
+    info = eqn.source_info.replace(name_stack=source_info_util.new_name_stack())
+    eval_equations(jaxpr, [eqn.replace(invars=ins, outvars=outs, source_info=info)], env)
     return [env[v] for v in outs]
 
 
@@ -611,12 +613,22 @@ def silence_flax_probe(silenced: Any) -> None:
     pe.trace_to_jaxpr_dynamic = trace_to_jaxpr_dynamic  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def run_in_forward_pass(primitive: Any) -> None:
-    """Under remat, run this primitive's equations with the forward pass and never again in the recomputation."""
+def run_in_forward_pass(primitive: Any, stand_in: Any = None) -> None:
+    """Under remat, run this primitive's equations with the forward pass and never again in the recomputation.
+
+    If it has a result, which is its first operand, the primitive `stand_in` passes that on in the recomputation: what a
+    while loop computes cannot be saved.
+    """
 
     def rule(saveable: Any, unks_in: Any, inst_in: Any, eqn: Any) -> Any:
         del saveable
         outs = len(eqn.outvars)
+        if stand_in is not None and not any(unks_in):
+            passed = eqn.replace(
+                primitive=stand_in, params={}, invars=eqn.invars[:1], effects=frozenset(), outvars=eqn.outvars
+            )
+            residuals = [v for v, inst in zip(eqn.invars[:1], inst_in, strict=False) if isinstance(v, Var) and not inst]
+            return eqn, passed, [False] * outs, [True] * outs, residuals
         if any(unks_in):
             residuals = [v for v, inst in zip(eqn.invars, inst_in, strict=True) if not inst]
             return None, eqn, [True] * outs, [True] * outs, residuals
@@ -631,7 +643,7 @@ def run_in_forward_pass(primitive: Any) -> None:
         remat.rules[primitive] = lambda trace, *args, **params: (
             primitive.bind(*args, **params),
             (),
-            lambda res, *args: [],
+            lambda res, *args: [] if stand_in is None else [args[0]],
         )
 
 

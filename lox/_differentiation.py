@@ -13,17 +13,33 @@ lose or repeat logs. These stand before them, and only where something logs:
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import primitives
 from jax.interpreters import partial_eval as pe
 
 from lox import _compat
+from lox._emit import MASKABLE, emit_p
 from lox._engine import Drop, Run, run_function, transformed
 
 _while_p = primitives.while_p
 
 
+class Silence(Drop):
+    """Removes every log, and every call of the host that a tap or a logger has made of one."""
+
+    sees_calls = True
+
+    def call(self, run: Run, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
+        """Nothing happens, and the token stays as it is."""
+        return [args[0]] if primitive is emit_p else MASKABLE[primitive](jnp.zeros((), bool), *args, **params)
+
+
+def _reports(params: dict[str, Any]) -> bool:
+    return any(_compat.has_logs(jaxpr) or _compat.calls_host(jaxpr) for jaxpr in _compat.sub_jaxprs(params))
+
+
 def _silent(params: dict[str, Any]) -> dict[str, Any]:
-    run = Run(Drop(), ())
+    run = Run(Silence(), ())
     return dict(params, **{k: transformed(run, params[k], ()).jaxpr for k in ("cond_jaxpr", "body_jaxpr")})
 
 
@@ -50,7 +66,7 @@ def _linearized_while(rule: Any, trace: Any, *tracers: Any, **params: Any) -> An
 
 
 def _stay_in_place(primitive: Any, rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
-    if _compat.eqn_has_logs(primitive, params):
+    if _reports(params):
         if _compat.is_hoisting():
             tracers = tuple(trace.instantiate_const(t) for t in tracers)
             return trace.default_process_primitive(primitive, tracers, params)
@@ -61,8 +77,8 @@ def _stay_in_place(primitive: Any, rule: Any, trace: Any, *tracers: Any, **param
 
 def _while_under_remat(rule: Any, saveable: Any, unks_in: Any, inst_in: Any, eqn: Any) -> Any:
     known, staged, *rest = rule(saveable, unks_in, inst_in, eqn)
-    if known is not None and staged is not None and _compat.eqn_has_logs(_while_p, eqn.params):
-        effects = frozenset(e for e in staged.effects if e is not _compat.log_effect)
+    if known is not None and staged is not None and _reports(eqn.params):
+        effects = staged.effects - {_compat.log_effect, _compat.emit_effect}
         staged = staged.replace(params=_silent(staged.params), effects=effects)
     return known, staged, *rest
 

@@ -19,11 +19,12 @@ from jax.interpreters import ad, batching, mlir
 
 from lox import _arrays, _compat
 from lox._event import Event, Meta
-from lox._lanes import Laned, map_laned
+from lox._lanes import Laned
 from lox._logdict import Layout, logdict
 from lox._series import Series
 
-Deliver = Callable[[logdict, bool], None]  # the second argument: whether events come in order
+# Takes the events of one call, and the token: negative if events come in no order. May return another token.
+Deliver = Callable[[logdict, int], int | None]
 
 emit_p = _compat.Primitive("lox_emit")
 emit_p.multiple_results = True
@@ -73,7 +74,8 @@ class OneEvent:
     def batched(self, operands: list[Any], dims: list[Any]) -> tuple[list[Any], "OneEvent"]:
         """The same with one more lane, outermost."""
         moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-        flags = tuple((d is not None, *f) for d, f in zip(dims, self.meta.flags, strict=True))
+        depth = max(map(len, self.meta.flags))
+        flags = tuple((d is not None, *(f or (False,) * depth)) for d, f in zip(dims, self.meta.flags, strict=True))
         return moved, OneEvent(dataclasses.replace(self.meta, flags=flags))
 
     def masked(self, operands: list[Any], mask: Any) -> tuple[list[Any], "OneEvent"]:
@@ -101,8 +103,13 @@ class Block:
         """The same with one more lane, outermost but for the event axis."""
         moved = [x if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(operands, dims, strict=True)]
         mapped = iter([d is not None for d in dims])
-        series = map_laned(lambda x, _: Laned(x.tree, (next(mapped), *x.flags)), self._series(moved))
-        leaves, treedef = jax.tree.flatten(series)
+
+        def add_lane(series: Series) -> Series:
+            depth = max(len(x.flags) for x in jax.tree.leaves(series, is_leaf=_is_laned))
+            add = lambda x: Laned(x.tree, (next(mapped), *(x.flags or (False,) * depth)))  # noqa: E731
+            return jax.tree.map(add, series, is_leaf=_is_laned)
+
+        leaves, treedef = jax.tree.flatten([add_lane(series) for series in self._series(moved)])
         return leaves, Block(treedef)
 
     def masked(self, operands: list[Any], mask: Any) -> tuple[list[Any], "Block"]:
@@ -133,6 +140,10 @@ class Block:
 
     def _series(self, operands: list[Any]) -> list[Series]:
         return jax.tree.unflatten(self.treedef, operands)
+
+
+def _is_laned(x: Any) -> bool:
+    return isinstance(x, Laned)
 
 
 class EventReader:
@@ -194,10 +205,11 @@ def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[...,
     def call(token: Any, *operands: Any) -> tuple[Any]:
         # The runtime reuses its buffers after the call: the reader has copied what the callback gets and may keep.
         logs = read(*operands)
-        if logs is not None:
-            with _delivering:
-                deliver(logs, token >= 0)
-        return (token,)
+        if logs is None:
+            return (token,)
+        with _delivering:
+            new = deliver(logs, int(token))
+        return (token if new is None else np.int32(new),)
 
     return call
 
@@ -209,8 +221,8 @@ def _impl(token: Any, *operands: Any, deliver: Deliver, packet: Any, conditional
     # the conversions could get into each other's way.
     order = np.asarray(token)
     arrays = [np.asarray(x) for x in operands]
-    _host_call(deliver, packet, [x.ndim for x in arrays])(order, *arrays)
-    return [token]
+    (new,) = _host_call(deliver, packet, [x.ndim for x in arrays])(order, *arrays)
+    return [token if new is order else jnp.asarray(new)]
 
 
 def _lower(ctx: Any, *operands: Any, deliver: Deliver, packet: Any, conditional: bool) -> Any:
@@ -257,4 +269,13 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 ad.primitive_jvps[emit_p] = _jvp
 _compat.keep_in_loop(emit_p)
-_compat.run_in_forward_pass(emit_p)
+
+# The identity, for tokens.
+pass_p = _compat.Primitive("lox_pass")
+pass_p.multiple_results = True
+pass_p.def_impl(lambda token: [token])
+pass_p.def_abstract_eval(lambda token: [token])
+mlir.register_lowering(pass_p, lambda ctx, token: [token])
+batching.primitive_batchers[pass_p] = lambda operands, dims: (pass_p.bind(*operands), dims)
+ad.deflinear2(pass_p, lambda cotangents, token: cotangents)
+_compat.run_in_forward_pass(emit_p, pass_p)

@@ -10,11 +10,12 @@ enters every block and comes out changed, in the carry of loops (reductions, buf
 `Run.pieces` is what a block has collected: it only comes out, stacked by loops (the events that `spool` returns).
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -80,9 +81,9 @@ class Handler:
         """Called at the outermost level before anything with logs is run; `find()` tells which."""
         del run, find
 
-    def after(self, run: "Run") -> None:
-        """Called when it has been run."""
-        del run
+    def after(self, run: "Run", completed: bool) -> None:
+        """Called when it has been run, or has failed."""
+        del run, completed
 
     def counts(self, meta: Meta, path: str) -> list[str]:
         """The keys of a log that a tally shall count."""
@@ -216,6 +217,18 @@ def _signature(state: Any) -> Any:
 # --- Python functions ----------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _announced(run: Run, find: Callable[[], dict[str, Tally]]) -> Iterator[None]:
+    """Tell the handler what is about to be run at the outermost level, and when that is over."""
+    run.handler.before(run, find)
+    try:
+        yield
+    except BaseException:
+        run.handler.after(run, completed=False)
+        raise
+    run.handler.after(run, completed=True)
+
+
 class LogTrace(_compat.Trace):  # type: ignore[misc]
     """Hands logs to a run and everything else to the trace around."""
 
@@ -236,10 +249,8 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
             if not concerns(primitive, params):
                 return primitive.bind(*tracers, **params)
             run, handler = self.run, self.run.handler
-            handler.before(run, lambda: tally_of(primitive, params, run.here(), handler.counts))
-            outs = (run_compiled if evaluating else apply_rule)(run, primitive, params, tracers)
-            handler.after(run)
-            return outs
+            with _announced(run, lambda: tally_of(primitive, params, run.here(), handler.counts)):
+                return (run_compiled if evaluating else apply_rule)(run, primitive, params, tracers)
 
     # Primitives that carry Python functions. They are traced first, so that only jaxprs need rules.
 
@@ -261,12 +272,11 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
             types = types_of(list(tracers))
             jaxpr = _compat.make_jaxpr(stage, types)
             run, handler = self.run, self.run.handler
-            handler.before(run, lambda: tally(jaxpr, run.inside, handler.counts))
-            if self.parent is _compat.eval_trace and _compat.has_logs(jaxpr):
-                outs = run.settle(lambda state: _run_jitted(run, lambda: jaxpr, state, tracers, {}))
-            else:
-                outs = interpret(run, jaxpr, tracers)
-            handler.after(run)
+            with _announced(run, lambda: tally(jaxpr, run.inside, handler.counts)):
+                if self.parent is _compat.eval_trace and _compat.has_logs(jaxpr):
+                    outs = run.settle(lambda state: _run_jitted(run, lambda: jaxpr, state, tracers, {}))
+                else:
+                    outs = interpret(run, jaxpr, tracers)
         if len(functions) > 1:
             _compat.forget_trees(functions[0], functions[1])
         return box[0](outs)

@@ -52,7 +52,7 @@ class Event:
     @classmethod
     def from_operands(cls, meta: Meta, operands: Iterable[Any], path: str = "") -> "Event":
         """Sort the operands of `log_p`."""
-        rest = iter([Laned(x, f) for x, f in zip(operands, meta.flags, strict=True)])
+        rest = iter([Laned(_arrays.as_array(x), f) for x, f in zip(operands, meta.flags, strict=True)])
         return cls(
             values={
                 k: [next(rest) for _ in range(t.num_leaves)] for k, t in zip(meta.keys, meta.treedefs, strict=True)

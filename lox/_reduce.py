@@ -88,10 +88,11 @@ def _sum_init(x: Any) -> Any:
 
 
 def _sum_dtype(dtype: Any) -> Any:
-    """As jnp.sum: integers of less than 32 bits are summed in 32."""
-    if dtype.kind != "b" and jnp.iinfo(dtype).bits >= 32:
+    """As jnp.sum: integers are summed in 32 bits at least, and in x64 mode in 64."""
+    bits = 64 if jax.config.jax_enable_x64 else 32  # type: ignore[attr-defined]
+    if dtype.kind != "b" and jnp.iinfo(dtype).bits >= bits:
         return dtype
-    return jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
+    return np.dtype(f"uint{bits}" if jnp.issubdtype(dtype, jnp.unsignedinteger) else f"int{bits}")
 
 
 def _sum_update(state: Any, x: Any) -> Any:

@@ -504,7 +504,7 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
             try:
                 run.require_type(inner, given)
             except Grown as grown:
-                raise Grown(run, rejoin(map_laned(outside, grown.struct))) from None
+                raise Grown(run, types_of(rejoin(map_laned(outside, grown.struct)))) from None
             left = map_laned(leave, (inner.state, inner.piece()))
             box.update(keys=inner.keys, specs=map_laned(spec, left, everywhere))
             return outs, left

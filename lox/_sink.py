@@ -50,9 +50,9 @@ def is_compiled_out() -> bool:
     return os.environ.get("LOX_SINK") == "off"
 
 
-def deliver(logs: logdict, in_order: bool = True) -> None:
+def deliver(logs: logdict, token: int = 0) -> None:
     """Take one event of NumPy values."""
-    del in_order
+    del token
     sink = config.sink
     if callable(sink):
         sink(logs)

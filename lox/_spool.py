@@ -88,7 +88,8 @@ class Collect(Handler):
             raise _errors.mismatch(key, "reductions", _name(before), str(site), _name(reduction), event.site)
 
     def _check_not_stacked(self, run: Run, key: str, reduction: Any, event: Event) -> None:
-        for piece in run.pieces:
+        thinned = [{key: series} for series in run.notes[key].kept] if key in run.notes else []
+        for piece in [*thinned, *run.pieces]:
             if key in piece:
                 site = str(piece[key].site)
                 raise _errors.mismatch(key, "reductions", _name(None), site, _name(reduction), event.site)
@@ -110,14 +111,14 @@ class Collect(Handler):
                 run.state = {**run.state, key: room}
                 note.coming = tally
 
-    def after(self, run: Run) -> None:
+    def after(self, run: Run, completed: bool) -> None:
         """Put away what was kept."""
         for key, note in run.notes.items():
             if note.coming is None:
                 continue
             held, tally, note.coming = run.state[key], note.coming, None
             run.state = {k: v for k, v in run.state.items() if k != key}
-            if isinstance(held, Room):  # nothing came
+            if isinstance(held, Room) or not completed:  # nothing came
                 continue
             if isinstance(held, Fold):
                 run.state = {**run.state, key: held}

@@ -1,15 +1,14 @@
 """`lox.tap`: logs to a callback, while the program runs."""
 
-import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import operator
-import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -49,7 +48,7 @@ class HostFunction:
         self.callback = callback
         self.error: BaseException | None = None
 
-    def __call__(self, argument: Any) -> None:
+    def __call__(self, argument: Any) -> int | None:
         """Call it."""
         try:
             self.callback(argument)
@@ -66,25 +65,26 @@ class HostFunction:
 class Delivery(HostFunction):
     """Delivers every event to the callback as it comes."""
 
-    def __call__(self, logs: logdict, in_order: bool = True) -> None:
-        """Take one event, on the host."""
+    def __call__(self, logs: logdict, token: int = 0) -> int | None:
+        """Take the events of one call, on the host."""
         try:
-            self.take(_only_due(logs), in_order)
+            return self.take(_only_due(logs), token)
         except BaseException as error:
             self.error = error
             raise
 
-    def take(self, logs: logdict, in_order: bool) -> None:
-        """Pass it on."""
-        del in_order
+    def take(self, logs: logdict, token: int, at_once: bool = False) -> int | None:
+        """Pass them on."""
+        del token, at_once
         if logs:
             self.callback(logs)
+        return None
 
 
 # Keys of lox's own, which no user's key looks like.
 _DUE = "\0due"  # travels with an event under `interval`: which of its keys are due
 _FLUSH = "\0flush"  # an event that is none: deliver what is buffered
-_BEGIN = "\0begin"  # another: begin with an empty buffer
+_BEGIN = "\0begin"  # another: begin with an empty buffer, whose number becomes the token
 
 
 def _signal(key: str) -> Event:
@@ -92,40 +92,62 @@ def _signal(key: str) -> Event:
     return Event.from_series(Series([nothing], {}, None, jax.tree.structure(0), True, key, Site("")))
 
 
+class Pending:
+    """The events that one execution of a program has not delivered yet."""
+
+    def __init__(self) -> None:
+        self.events: list[logdict] = []
+        self.counts: Counter[str] = Counter()
+
+    def add(self, logs: logdict) -> None:
+        """Events of one call more."""
+        self.events.append(logs)
+        self.counts.update(logs.event_counts())
+
+    def would_exceed(self, logs: logdict, size: int) -> bool:
+        """Whether there would be more than so many of any key."""
+        return any(self.counts[key] + n > size for key, n in logs.event_counts().items())
+
+
 class BufferedDelivery(Delivery):
     """Calls the user's callback once for several events: up to `size` of each key.
 
-    Events of several devices come in no order, so that it cannot be known which is the last: those are not held back.
+    Every execution of a program has a buffer of its own, whose number is its token: a compiled program may run several
+    times at once. Events of several devices come in no order, so that it cannot be known which is the last: those are
+    not held back.
     """
 
     def __init__(self, callback: Callback, size: int):
         super().__init__(callback)
         self.size = size
-        self.clear()
+        self.numbers = itertools.count(1)
+        self.pending: dict[int, Pending] = {}
 
-    def clear(self) -> None:
-        """Forget what there is."""
-        self.events: list[logdict] = []
-        self.counts: Counter[str] = Counter()
-
-    def take(self, logs: logdict, in_order: bool) -> None:
-        """Keep it, and pass on what there is if it is enough."""
+    def take(self, logs: logdict, token: int, at_once: bool = False) -> int | None:
+        """Keep them, and pass on what there is if it is enough."""
         if _BEGIN in logs:
-            self.clear()
-            return
-        if logs and _FLUSH not in logs:
-            counts = logs.event_counts()
-            if any(self.counts[key] + n > self.size for key, n in counts.items()):
-                self.send()
-            self.events.append(logs)
-            self.counts.update(counts)
-        if _FLUSH in logs or not in_order or max(self.counts.values(), default=0) >= self.size:
-            self.send()
+            number = next(self.numbers)
+            self.pending[number] = Pending()
+            return number
+        if token < 0:
+            self._send(Pending(), logs)
+            return None
+        pending = self.pending.pop(token, None) or Pending()  # gone for good if the callback raises
+        if _FLUSH in logs:
+            self._send(pending)
+            return None
+        if pending.would_exceed(logs, self.size):
+            self._send(pending)
+            pending = Pending()
+        pending.add(logs)
+        if at_once or max(pending.counts.values()) >= self.size:
+            self._send(pending)
+            pending = Pending()
+        self.pending[token] = pending
+        return None
 
-    def send(self) -> None:
-        """Pass on what there is."""
-        events = self.events
-        self.clear()
+    def _send(self, pending: Pending, *more: logdict) -> None:
+        events = [*pending.events, *[logs for logs in more if logs and _FLUSH not in logs]]
         if events:
             self.callback(joined(events))
 
@@ -137,9 +159,14 @@ class AtOnce:
     delivery: Delivery
     keys: frozenset[str]
 
-    def __call__(self, logs: logdict, in_order: bool = True) -> None:
-        """Take several events, on the host."""
-        self.delivery(logs, in_order and self.keys.isdisjoint(logs))
+    def __call__(self, logs: logdict, token: int = 0) -> int | None:
+        """Take the events of one call, on the host."""
+        delivery = self.delivery
+        try:
+            return delivery.take(logs, token, at_once=not self.keys.isdisjoint(logs))
+        except BaseException as error:
+            delivery.error = error
+            raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +194,7 @@ class Stream(Handler):
     def initial_state(self) -> dict[str, Any]:
         """The token before the first event, and nothing counted or reduced yet."""
         token = _emit.new_token()
-        if self.buffer:  # what an aborted call may have left
+        if self.buffer:
             token = _emit.emit(self.deliver, _signal(_BEGIN), token)
         return {"token": token, "held": {}, "counts": {}}
 
@@ -319,7 +346,8 @@ class Stream(Handler):
             self.emit_block(run, [], self.take_reduced(run, dict.fromkeys(run.state["held"], 1)))
             self._emit(run, _signal(_FLUSH))
             return run.state["token"]
-        for key, held in run.state["held"].items():
+        for key in [k for k in run.keys if k in run.state["held"]]:
+            held = run.state["held"][key]
             series = held.finish(run.keys.get(key, False))
             self._emit(run, Event.from_series(series).prefixed(self.prefix))
         return run.state["token"]
@@ -449,19 +477,14 @@ def streaming(
     collect = Collect(Selection.of(argnames, tags), reduction, None, interval, keep_logs=True)
 
     def stream(fun: Callable[..., Any], args: Any, kwargs: Any, **given: Any) -> Any:
-        if buffer is None:
-            return call(one_for(callback, Delivery), kind.waits, fun, args, kwargs, given)
-        with _buffers.lend(callback, buffer) as deliver:
-            return call(deliver, True, fun, args, kwargs, given)  # the buffer must be back before it is lent again
-
-    def call(deliver: Delivery, wait: bool, fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> Any:
+        deliver = one_for(callback, Delivery) if buffer is None else one_for(callback, BufferedDelivery, buffer)
         handler = kind(collect, deliver, prefix, buffer)
 
         def transform(fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> tuple[Any, Any]:
             out, run = _engine.run_function(handler, fun, args, kwargs, {**handler.initial_state(), **given})
             return out, handler.finish(run)
 
-        return run_with(deliver, lambda: _call.call(fun, handler, transform, args, kwargs, given), wait)
+        return run_with(deliver, lambda: _call.call(fun, handler, transform, args, kwargs, given), kind.waits)
 
     return stream
 
@@ -472,13 +495,21 @@ def run_with(deliver: HostFunction, call: Callable[[], tuple[Any, Any]], wait: b
         out, token = call()
         if wait and not isinstance(token, _compat.Tracer):
             jax.block_until_ready(token)  # the token is there once the last callback has returned
-    except Exception:
+    except Exception as raised:
         error = deliver.pop_error()
-        if error is not None:
-            _compat.forget_failed_effects(type(error).__name__)
-            raise error from None
-        raise
+        if error is None or not _is_report_of(error, raised):
+            raise
+        _compat.forget_failed_effects(type(error).__name__)
+        raise error from None
     return out
+
+
+def _is_report_of(error: BaseException, raised: BaseException) -> bool:
+    """Whether what XLA has raised is what the callback has; it may also stem from an earlier call, under jit."""
+    if not isinstance(raised, jax.errors.JaxRuntimeError):
+        return raised is error
+    text = str(raised)
+    return type(error).__name__ in text and all(line.strip() in text for line in str(error).splitlines())
 
 
 class _Identity:
@@ -501,39 +532,10 @@ class _Identity:
 _host_functions: Any = weakref.WeakValueDictionary()
 
 
-def one_for(callback: Callable[[Any], Any], kind: type[_Kind]) -> _Kind:
+def one_for(callback: Callable[[Any], Any], kind: type[_Kind], *options: Any) -> _Kind:
     """The host function of this kind for a callback."""
-    key = (kind, _Identity(callback))
+    key = (kind, _Identity(callback), *options)
     found = _host_functions.get(key)
     if found is None:
-        found = _host_functions[key] = kind(callback)
+        found = _host_functions[key] = kind(callback, *options)
     return found
-
-
-class _Buffers:
-    """Buffers to be lent: a call that runs at once gives its own back, for the next one to find it in JAX's caches."""
-
-    def __init__(self) -> None:
-        self.free: dict[Any, list[BufferedDelivery]] = {}
-        self.lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def lend(self, callback: Callback, size: int) -> Iterator[BufferedDelivery]:
-        """A buffer that no other call uses meanwhile; one that is compiled into a program is never given back."""
-        key = (_Identity(callback), size)
-        with self.lock:
-            free = self.free.setdefault(key, [])
-            buffer = free.pop() if free else BufferedDelivery(callback, size)
-            if len(self.free) > 64:
-                self.free.pop(next(iter(self.free)))
-        compiled_in = not _compat.is_evaluating()
-        try:
-            yield buffer
-        finally:
-            if not compiled_in:
-                buffer.clear()
-                with self.lock:
-                    self.free.setdefault(key, []).append(buffer)
-
-
-_buffers = _Buffers()

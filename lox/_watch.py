@@ -29,12 +29,12 @@ from lox._tap import HostFunction, one_for, run_with
 class Report:
     """Describes the event and hands it on; on the host."""
 
-    deliver: Callable[[Any], None]
+    deliver: Callable[[Any], Any]
     site: str
 
-    def __call__(self, logs: logdict, in_order: bool = True) -> None:
+    def __call__(self, logs: logdict, token: int = 0) -> None:
         """Take the event."""
-        del in_order
+        del token
         lane = _first_lane(logs)
         for key in logs:
             layout = logs._layout(key)
@@ -76,7 +76,7 @@ class Watch(Handler):
     """Checks events until one fails. The state is the token, and whether one has failed."""
 
     selection: Selection
-    deliver: Callable[[Any], None]
+    deliver: Callable[[Any], Any]
 
     def wants(self, meta: Meta, path: str) -> bool:
         """All of them: they flow on."""
