@@ -229,10 +229,15 @@ def test_program(seed: int) -> None:
                 assert float(outs[n]) == lane_result, what
                 assert_logs(pick_lane(logs, n), lane_events, f"{what}, lane {n}")
         if not kinds & {"vmap"}:
-            received: list[lox.logdict] = []
-            lox.tap(jax.vmap(fun), received.append)(xs)
-            for n, (_, lane_events) in enumerate(lanes):
-                assert_streamed(received, lane_events, f"tap(vmap), lane {n}", n)
+            for what, tapped in (
+                ("tap(vmap)", lambda cb: lox.tap(jax.vmap(fun), cb)),
+                ("vmap(tap)", lambda cb: jax.jit(jax.vmap(lox.tap(fun, cb)))),
+            ):
+                received: list[lox.logdict] = []
+                tapped(received.append)(xs)
+                jax.effects_barrier()
+                for n, (_, lane_events) in enumerate(lanes):
+                    assert_streamed(received, lane_events, f"{what}, lane {n}", n)
 
     if not kinds & {"vmap", "shard_map"}:
         for tapped, what in (
@@ -266,12 +271,16 @@ def test_program(seed: int) -> None:
         for n, (_, lane_events) in enumerate(lanes):
             assert_logs(pick_lane(logs, n), thinned(lane_events, every), f"spool(vmap, interval={every}), lane {n}")
         check_buffers(fun, x, result, events, size, every)
-        received = []
-        jax.jit(lox.tap(jax.vmap(fun), received.append, buffer=size))(xs)
-        jax.effects_barrier()
-        assert_blocks(received, size)
-        for n, (_, lane_events) in enumerate(lanes):
-            assert_logs(pick_lane(sum(received, lox.logdict()), n), lane_events, f"tap(vmap, buffer={size}), lane {n}")
+        for what, tapped in (
+            ("tap(vmap)", lambda cb: lox.tap(jax.vmap(fun), cb, buffer=size)),
+            ("vmap(tap)", lambda cb: jax.vmap(lox.tap(fun, cb, buffer=size))),
+        ):
+            received = []
+            jax.jit(tapped(received.append))(xs)
+            jax.effects_barrier()
+            assert_blocks(received, size)
+            for n, (_, lane_events) in enumerate(lanes):
+                assert_logs(pick_lane(sum(received, lox.logdict()), n), lane_events, f"{what}, buffer={size}, lane {n}")
 
     bare = programs.JaxRunner(program, logs=False)
     bare.__name__ = "program"  # type: ignore[attr-defined]
