@@ -275,8 +275,10 @@ def test_a_terminal_is_left_as_it_was(tmp_path, mode):
     code, shown = on_a_terminal(tmp_path, mode, interrupt=mode == "interrupt")
     assert code == {"plain": 0, "raise": 1, "interrupt": 3}[mode], shown
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0  # the cursor is back
-    for printed in ("<ready>", "<printed 0>", "<printed 20>"):
+    for printed in ("<ready>", "<printed 0>"):
         assert shown.count(printed) == 1  # whole, and once: never a part of the table
+    # The line during whose output the signal comes may be written again.
+    assert shown.count("<printed 20>") in ((1, 2) if mode == "interrupt" else (1,))
     assert ("boom" in shown) == (mode == "raise")
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     last = plain[plain.rfind("╭─ run 42") :]
