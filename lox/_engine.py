@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
@@ -350,7 +351,13 @@ def run_function(
     run = Run(handler, handler.initial_state() if state is None else state)
     with _compat.take_current_trace() as parent, _compat.set_current_trace(LogTrace(parent, run)):
         out = fun(*args, **kwargs)
+    if isinstance(out, _LATER):
+        raise _errors.runs_later(fun, type(out).__name__)
     return out, run
+
+
+# What a function returns whose body has not run yet: its logs would go elsewhere.
+_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 class _Found(Exception):

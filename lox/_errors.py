@@ -155,6 +155,15 @@ def opaque_primitive(name: str, keys: Iterable[str], site: str) -> TransformErro
     )
 
 
+def runs_later(fun: Any, what: str) -> LogTypeError:
+    """For a generator or a coroutine: its body runs when it is used, and not when it is called."""
+    name = getattr(fun, "__name__", repr(fun))
+    return LogTypeError(
+        f"cannot transform {name!r}: it returns a {what}, whose logs happen when it is used, out of lox's sight.\n"
+        "Transform the function that uses it, or return a list instead."
+    )
+
+
 def mismatch(key: str, what: str, first: object, first_site: str, second: object, second_site: str) -> MismatchError:
     """For a key logged with two shapes, structures or reductions."""
     return MismatchError(

@@ -272,3 +272,16 @@ def test_a_state_that_changes_its_type():
     assert str(info.value) == (
         "a reduction's `update` must not change its state's type: it was int32[] and became float32[]."
     )
+
+
+def test_a_function_whose_body_runs_later():
+    def squares(n):
+        for i in range(n):
+            lox.log({"i": i})
+            yield i * i
+
+    for transform in (lox.spool, lambda f: lox.tap(f, print), lox.nolog, lox.watch):
+        with pytest.raises(TypeError, match="cannot transform 'squares': it returns a generator"):
+            transform(squares)(3)
+    _, logs = lox.spool(lambda: sum(squares(3)))()
+    assert logs["i"].tolist() == [0, 1, 2]
