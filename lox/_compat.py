@@ -647,6 +647,22 @@ def run_in_forward_pass(primitive: Any, stand_in: Any = None) -> None:
         )
 
 
+def report_primals(primitive: Any, stand_in: Any = None) -> None:
+    """Let a primitive that exists for its effect have it once, where the program computes its primal values.
+
+    For `stand_in` see `run_in_forward_pass`.
+    """
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        del tangents
+        outs = primitive.bind(*primals, **params)
+        return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+
+    ad.primitive_jvps[primitive] = jvp
+    keep_in_loop(primitive)
+    run_in_forward_pass(primitive, stand_in)
+
+
 # --- device to host ------------------------------------------------------------------------------
 
 

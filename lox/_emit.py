@@ -260,16 +260,6 @@ def _masked(mask: Any, token: Any, *operands: Any, packet: Any, **params: Any) -
 # disagree about a branch, JAX runs it for all of them.
 MASKABLE: dict[Any, Callable[..., list[Any]]] = {emit_p: _masked}
 
-
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    del tangents
-    outs = emit_p.bind(*primals, **params)
-    return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
-
-
-ad.primitive_jvps[emit_p] = _jvp
-_compat.keep_in_loop(emit_p)
-
 # The identity, for tokens.
 pass_p = _compat.Primitive("lox_pass")
 pass_p.multiple_results = True
@@ -278,4 +268,4 @@ pass_p.def_abstract_eval(lambda token: [token])
 mlir.register_lowering(pass_p, lambda ctx, token: [token])
 batching.primitive_batchers[pass_p] = lambda operands, dims: (pass_p.bind(*operands), dims)
 ad.deflinear2(pass_p, lambda cotangents, token: cotangents)
-_compat.run_in_forward_pass(emit_p, pass_p)
+_compat.report_primals(emit_p, pass_p)

@@ -74,17 +74,8 @@ def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:
 
 # The fancy table, because its rules are called even when no operand is batched: such an event still counts the lane.
 batching.fancy_primitive_batchers[log_p] = _batch
-
-
-def _jvp(primals: Any, tangents: Any, *, meta: Meta) -> Any:
-    del tangents  # the event reports the primal value
-    return log_p.bind(*primals, meta=meta), []
-
-
-ad.primitive_jvps[log_p] = _jvp
 ad.primitive_transposes[log_p] = lambda cts, *args, meta: [None] * len(args)
-_compat.keep_in_loop(log_p)
-_compat.run_in_forward_pass(log_p)
+_compat.report_primals(log_p)
 
 
 def log(

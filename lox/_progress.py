@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 
 from lox import _compat, _errors
 from lox.loggers import _layout
@@ -280,14 +280,4 @@ def _batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
 
 
 batching.fancy_primitive_batchers[tick_p] = _batch
-
-
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    del tangents
-    outs = tick_p.bind(*primals, **params)
-    return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
-
-
-ad.primitive_jvps[tick_p] = _jvp
-_compat.keep_in_loop(tick_p)
-_compat.run_in_forward_pass(tick_p)
+_compat.report_primals(tick_p)

@@ -11,10 +11,9 @@ merged and dropped.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 
 from lox import _compat
 from lox._emit import MASKABLE
@@ -79,14 +78,4 @@ def _masked(mask: Any, where: Any, *operands: Any, **params: Any) -> list[Any]:
 
 
 MASKABLE[host_p] = _masked
-
-
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    del tangents
-    outs = host_p.bind(*primals, **params)
-    return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
-
-
-ad.primitive_jvps[host_p] = _jvp
-_compat.keep_in_loop(host_p)
-_compat.run_in_forward_pass(host_p)
+_compat.report_primals(host_p)
