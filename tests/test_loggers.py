@@ -19,7 +19,7 @@ from logger_cases import LaneRecorder, Recorder
 import lox
 import lox.loggers
 from lox.loggers import CsvLogger, JsonlLogger, MultiLogger
-from lox.loggers._names import run_name
+from lox.store.names import base_name
 
 # --- the examples of the seed documents ---
 
@@ -102,11 +102,11 @@ def test_names_are_unique_and_safe():
     keys = [jax.random.key(0), jax.random.key(42), *jax.random.split(jax.random.key(0), 50)]
     keys += [jax.random.key(seed, impl=impl) for seed in (0, 42) for impl in ("rbg", "unsafe_rbg")]
     keys += list(jax.random.split(jax.random.key(0, impl="rbg"), 5))
-    names = [run_name(np.asarray(jax.random.key_data(k)), str(jax.random.key_impl(k))) for k in keys]
+    names = [base_name(np.asarray(jax.random.key_data(k)), str(jax.random.key_impl(k))) for k in keys]
     assert names[:2] == ["0", "42"] and names[52:56] == ["rbg-0", "unsafe_rbg-0", "rbg-42", "unsafe_rbg-42"]
     assert len(set(names)) == len(names)
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-") for name in names)
-    assert run_name(np.asarray(jax.random.PRNGKey(42))) == "42"
+    assert base_name(np.asarray(jax.random.PRNGKey(42))) == "42"
 
 
 def test_config_may_differ_from_lane_to_lane():

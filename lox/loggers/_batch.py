@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _arrays, _compat, _lanes
+from lox import _compat, _lanes
 from lox._lanes import Flags, Laned
 from lox._logdict import Layout, logdict
+from lox.loggers._prng import with_words
 from lox.loggers._routing import ROUTE
 
 Axes = list[Any]  # what the leading axes of an array are: EVENT, or the number of a lane; the others are the item's
@@ -339,7 +340,7 @@ class Plan:
         plans, arrays = [], []
         for key in logs:
             layout = logs._layout(key)
-            leaves, treedef = jax.tree.flatten(logs[key])
+            leaves, treedef = with_words(*jax.tree.flatten(logs[key]))
             flags = dict(layout.step_flags)
             outer = logs._outer(key)
             steps = tuple(
@@ -349,7 +350,7 @@ class Plan:
             )
             valid = layout.valid_flags if key in logs.valid else None
             plans.append(_KeyPlan(key, treedef, outer, layout.events, layout.flags, steps, valid))
-            arrays += [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
+            arrays += leaves
             arrays += [logs.steps[name][key] for name, _, _ in steps]
             arrays += [logs.valid[key]] if valid is not None else []
         # Logs that are there already have been complained about by `lox.spool`.
@@ -399,7 +400,3 @@ def _both(valid: Laned | None, where: Laned, shape: tuple[int, ...]) -> Laned:
     ndim = 2 + sum(map(bool, flags))
     masks = [_lanes.expand_to(x, flags, ndim, lead=2) for x in (valid, where)]
     return Laned(masks[0] & masks[1], flags)
-
-
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and _arrays.is_prng_key(x.dtype)

@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+_PAUSE = 0.1  # seconds without a job after which what was held back may be written
 _IDLE = 5.0  # seconds after which a thread without work ends; the next job starts another
 
 
 class Writer:
-    """Hands jobs to `process`, several at a time, in order, from one thread."""
+    """Hands jobs to `process`, several at a time, in order, from one thread, and calls `pause` when no more come."""
 
-    def __init__(self, process: Callable[[list[Any]], None], capacity: int, name: str):
-        self._process, self._capacity, self._name = process, max(1, capacity), name
+    def __init__(self, process: Callable[[list[Any]], None], pause: Callable[[], None], capacity: int, name: str):
+        self._process, self._pause, self._capacity, self._name = process, pause, max(1, capacity), name
         self._jobs: collections.deque[Any] = collections.deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -78,12 +79,22 @@ class Writer:
 
     def _work(self) -> None:
         with self._changed:
+            worked = False
             while True:
-                self._changed.wait_for(lambda: self._jobs or self._stopping, _IDLE)
-                if not self._jobs:
+                self._changed.wait_for(lambda: self._jobs or self._stopping, _PAUSE if worked else _IDLE)
+                if self._jobs:
+                    self._work_once()
+                    worked = True
+                elif worked:
+                    worked = False
+                    self._changed.release()
+                    try:
+                        self._pause()
+                    finally:
+                        self._changed.acquire()
+                else:
                     self._thread, self._stopping = None, False
                     return
-                self._work_once()
 
     def _work_once(self) -> None:
         jobs = list(self._jobs)
