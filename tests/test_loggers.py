@@ -21,8 +21,6 @@ import lox.loggers
 from lox.loggers import CsvLogger, JsonlLogger, MultiLogger
 from lox.store.names import base_name
 
-# --- the examples of the seed documents ---
-
 
 def with_steps(xs):
     def body(i, carry):
@@ -34,53 +32,6 @@ def with_steps(xs):
 
 
 CARRY = [({"step": 0, "episode": 0}, 0), ({"step": 1, "episode": 0}, 1), ({"step": 2, "episode": 1}, 3)]
-
-
-class SaveLike(Recorder):
-    """Has the constructor of SaveLogger."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path = path
-
-
-def test_quick_start_logger():
-    key = jax.random.key(0)
-    logger = SaveLike("./.lox/")
-    logger_state = logger.init(key)
-    y = logger.spool(with_steps, logger_state)(jnp.arange(3))
-    logger.close()
-    assert int(y) == 3
-    assert logger.events == {"0": {"carry": CARRY}}
-    assert logger.writes == 1  # spool writes in one go
-
-
-def test_quick_start_multi_logger():
-    pytest.importorskip("rich")
-    key, xs = jax.random.key(0), jnp.arange(3)
-    console_logger = lox.loggers.ConsoleLogger()
-    save_logger = SaveLike("./.lox/")
-    multi_logger = lox.loggers.MultiLogger(console_logger, save_logger)
-    multi_logger_state = multi_logger.init(key)
-    y = multi_logger.tap(with_steps, multi_logger_state)(xs)
-    assert int(y) == 3
-    multi_logger.close()
-    assert save_logger.events == {"0": {"carry": CARRY}}
-    assert save_logger.finished == ["0"]
-
-
-def test_sharp_bits_loggers_and_state():
-    def f(x):
-        lox.log({"loss": x}, tags=["metric"])
-        lox.log({"gradient_norm": 2 * x}, tags=["debug"])
-        return x
-
-    logger = SaveLike("/tmp/logs")
-    logger_state = logger.init(jax.random.key(0))
-    y = logger.spool(f, logger_state, tags=["metric"])(1.0)
-    logger.close()
-    assert float(y) == 1.0
-    assert logger.events == {"0": {"loss": [({}, 1.0)]}}
 
 
 # --- state, keys and configs ---

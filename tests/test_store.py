@@ -670,7 +670,7 @@ def test_meta(tmp_path):
     writer.open_run()
     writer.close()
     assert json.loads((writer.group / "meta.json").read_text())["status"] == "closed"
-    assert sorted(p.name for p in writer.group.iterdir()) == ["meta.json"]
+    assert sorted(p.name for p in writer.group.iterdir()) == ["meta.json", "runs.jsonl"]
 
 
 def test_many_schemas(tmp_path):

@@ -49,9 +49,11 @@ class Logger:
 
     Attributes:
         queue_size: How many batches of events may wait to be written. When they do, the program waits too.
+        queue_bytes: How large they may be together.
     """
 
     queue_size: int = 1024
+    queue_bytes: int = 64 << 20
     _takes_prng_keys: bool = False  # as `KeyWords`; all others get their words as arrays
     _pipeline: Pipeline
 

@@ -201,6 +201,12 @@ class TapJob:
     rename: Rename | None = None  # the runs of another logger for those of this one
 
     @property
+    def size(self) -> int:
+        """How many bytes the values take."""
+        # Not as a pytree if it can be helped: this is where the program waits.
+        return sum(x.nbytes if type(x) is np.ndarray else _size(x) for x in self.logs.values())
+
+    @property
     def form(self) -> Any:
         """Single events of equal form come from the same line of a program, for the same runs."""
         logs = self.logs
@@ -229,12 +235,21 @@ class CallJob:
     rename: Rename | None = None
 
     @property
+    def size(self) -> int:
+        """How many bytes the values, steps and masks take."""
+        return _size(self.arrays)
+
+    @property
     def form(self) -> Any:
         """Not to be joined before they are sorted."""
         return self
 
 
 Job = TapJob | CallJob
+
+
+def _size(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def sort(jobs: list[Job]) -> Iterator[Callable[[], list[Batch]]]:

@@ -115,7 +115,8 @@ class Pipeline:
         if writer is None:
             with self._registering:
                 if self._writer is None:
-                    self._writer = Writer(self._process, self._pause, self.logger.queue_size, f"lox-{self.name}")
+                    room = self.logger.queue_size, self.logger.queue_bytes
+                    self._writer = Writer(self._process, self._pause, *room, f"lox-{self.name}")
                     _open_pipelines[id(self)] = self
                 writer = self._writer
         return writer
@@ -137,7 +138,7 @@ class Pipeline:
         if self.closed or not self.is_of_this_process:
             self.errors.add(_errors.LoxError("events came after the logger was closed: they are lost"), "closed")
             return
-        self._register().put(job)
+        self._register().put(job, job.size)
 
     # --- on the writer's thread ---
 
@@ -207,18 +208,21 @@ class Pipeline:
 
     def settle(self) -> list[Exception]:
         """Wait until everything is written; returns the errors."""
+        return [*self._commit(), *self.errors.take()]
+
+    def _commit(self) -> list[Exception]:
         errors = effects() if self.is_of_this_process else []  # JAX does not survive a fork
         self._drain()
         if not self.closed and self.is_of_this_process:
             with self.isolated("committing", quietly=True):
                 self.logger.commit()
-        return errors + self.errors.take()
+        return errors
 
     def shut(self) -> list[Exception]:
         """End all runs; returns the errors."""
         if self.closed:
             return self.errors.take()  # of events that came too late
-        errors = self.settle()
+        errors = self._commit()
         self.closed = True
         _open_pipelines.pop(id(self), None)
         if self.is_of_this_process:
@@ -228,7 +232,7 @@ class Pipeline:
             for run in [run for run in self.runs.values() if run.id not in self.broken]:
                 with self.isolated(f"finishing run {run.name!r}", quietly=True):
                     self.logger.finish(run)
-        return errors + self.errors.take()
+        return [*errors, *self.errors.take()]
 
     def _drain(self) -> None:
         if self._writer is not None and self._writer.is_of_this_process:

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 
+from lox import _errors
 from lox._logdict import logdict
 from lox.loggers._base import Logger
 from lox.loggers._files import folder
@@ -14,6 +15,7 @@ from lox.store import _catalog, _open
 from lox.store._writer import Writer
 
 _EVERY = 0.1  # seconds that events may wait to be written together with others
+_RETRY = 1.0  # seconds after which to try again what the system has refused
 
 
 class SaveLogger(Logger):
@@ -42,8 +44,8 @@ class SaveLogger(Logger):
     `lox.runs` in the same process see everything that was logged before them. The format is that of `lox.store`:
     Arrow, which pyarrow, polars and DuckDB read too.
 
-    If the disk is full, the program goes on, events wait in memory (up to 256 MB) and are written when that becomes
-    possible again; `flush` and `close` raise the error.
+    If the disk is full, there is a warning and the program goes on. Events wait in memory, up to 256 MB, until they can
+    be written; if they still cannot, `flush` and `close` raise the error.
 
     Args:
         path: The directory; the first run creates it. Several loggers may share one.
@@ -59,7 +61,8 @@ class SaveLogger(Logger):
         self.mode = _catalog.check_mode(mode)
         self._writer: Writer | None = None
         self._unfinished: set[int] = set()
-        self._written = 0.0  # when events were last handed to the system
+        self._due = 0.0  # when to hand what waits to the system
+        self._refused = False  # and known to be so
 
     def open(self, run: Run) -> None:
         """Begin one run."""
@@ -91,20 +94,40 @@ class SaveLogger(Logger):
 
     def _append(self, numbers: int | list[int], logs: logdict) -> None:
         assert self._writer is not None
-        self._writer.append(numbers, with_key_data(logs))
-        if time.monotonic() - self._written > _EVERY:
-            self.pause()
+        try:
+            self._writer.append(numbers, with_key_data(logs))
+            if time.monotonic() >= self._due:
+                self._hand_over()
+        except _errors.StoreError as error:
+            self._keep_for_later(error)
 
     def pause(self) -> None:
         """Hand over what waits, so that others can read it."""
         if self._writer is not None:
-            self._writer.flush()
-            self._written = time.monotonic()
+            try:
+                self._hand_over()
+            except _errors.StoreError as error:
+                self._keep_for_later(error)
+
+    def _hand_over(self) -> None:
+        assert self._writer is not None
+        self._writer.flush()
+        self._due, self._refused = time.monotonic() + _EVERY, False
+
+    def _keep_for_later(self, error: _errors.StoreError) -> None:
+        """What the system refuses the writer keeps: nothing is lost before `flush` or `close` fail too."""
+        if error.errno is None:
+            raise error  # it is something else
+        self._due = time.monotonic() + _RETRY
+        if not self._refused:
+            self._refused = True
+            self._pipeline.errors.warn(f"{type(self).__name__}: {error}")
 
     def commit(self) -> None:
         """Wait until everything is on the disk."""
         if self._writer is not None:
             self._writer.flush(fsync=True)
+            self._refused = False
 
     def finish(self, run: Run) -> None:
         """The last one ends the files."""
