@@ -25,8 +25,8 @@ class ErrorLog:
             error.__cause__ = cause
         with self._lock:
             # A disk that is full is one error, whichever file it was about.
-            refused = isinstance(error, StoreError) and error.errno is not None
-            key = (type(error), str(error.errno) if refused else str(error))
+            refused = error.errno if isinstance(error, StoreError) else None
+            key = (type(error), str(refused or error))
             first, count = self._errors.get(key, (error, 0))
             if refused and count:
                 first = error  # the last one knows what became of it
