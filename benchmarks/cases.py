@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import saving
 import storage
 import training
 from timing import Row, compare
@@ -324,4 +325,5 @@ CASES = {
     "lanes": tap_lanes,
     "watch": watch,
     **storage.CASES,
+    **saving.CASES,
 }

@@ -2,10 +2,11 @@
 
 The training is plain JAX: eight seeds under `vmap`, a loop of steps inside a loop of rounds, all of
 it compiled. Metrics are logged where they are known and passed through nothing. The same function
-is then run three ways: with its logs returned, with its logs streamed, and with none.
+is then run four ways: with its logs returned, streamed, saved as one run per seed, and with none.
 """
 
 import itertools
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +129,24 @@ def stream_logs(keys):
     lox.tap(jax.jit(train_all), show, argnames="test/*")(keys)
 
 
+def save_logs(keys):
+    title("SaveLogger: one run per seed, on disk")
+    with tempfile.TemporaryDirectory() as directory:
+        with lox.SaveLogger(directory) as logger:
+
+            @jax.jit
+            @jax.vmap
+            def train_and_save(key):
+                return logger.tap(train, logger.init(key), buffer=STEPS)(key)
+
+            train_and_save(keys)
+        for run in lox.runs(directory):
+            logs = lox.load(directory, run.key, argnames="test/*")
+            last = logs.reduce("last")
+            step, accuracy = last.step["test/accuracy"], last["test/accuracy"]
+            print(f"run {run.name:<20} test accuracy {accuracy:.3f} at step {step}")
+
+
 def remove_logs(keys, params):
     title("nolog: the logs are gone, and so is their cost")
     silent = jax.jit(lox.nolog(train_all))
@@ -145,6 +164,7 @@ def main():
     print(f"{SEEDS} seeds × {ROUNDS * STEPS} steps on {platform}, JAX {jax.__version__}")
     params = return_logs(keys)
     stream_logs(keys)
+    save_logs(keys)
     remove_logs(keys, params)
 
 

@@ -51,7 +51,12 @@ from lox._sink import config as config
 from lox._spool import spool as spool
 from lox._tap import tap as tap
 from lox._watch import watch as watch
+from lox.loggers import ConsoleLogger as ConsoleLogger
+from lox.loggers import CsvLogger as CsvLogger
+from lox.loggers import JsonlLogger as JsonlLogger
 from lox.loggers import Logger as Logger
+from lox.loggers import MultiLogger as MultiLogger
+from lox.loggers import SaveLogger as SaveLogger
 from lox.store import load as load
 from lox.store import runs as runs
 from lox.store import save as save

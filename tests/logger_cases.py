@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import lox
-from lox.loggers import ConsoleLogger, CsvLogger, JsonlLogger, MultiLogger
+from lox.loggers import ConsoleLogger, CsvLogger, JsonlLogger, MultiLogger, SaveLogger
 
 Events = dict[str, dict[str, list[tuple[dict[str, Any], Any]]]]
 
@@ -101,6 +101,16 @@ def _add_row(run, row):
             run.setdefault(key, []).append((steps, value))
 
 
+def _read_saved(logger):
+    runs = {run.name: lox.load(logger.path, run.name) for run in lox.runs(logger.path)}
+    return {name: {key: _events_of(logs, key) for key in logs} for name, logs in runs.items()}
+
+
+def _events_of(logs, key):
+    steps = {name: of[key].tolist() for name, of in logs.steps.items() if key in of}
+    return [({name: of[n] for name, of in steps.items()}, value) for n, value in enumerate(logs[key].tolist())]
+
+
 def _quiet_console():
     from rich.console import Console
 
@@ -112,6 +122,7 @@ CASES = [
     Case("lane_recorder", lambda path: LaneRecorder(), lambda logger: logger.events),
     Case("csv", CsvLogger, _read_csv),
     Case("jsonl", JsonlLogger, _read_jsonl),
+    Case("save", SaveLogger, _read_saved),
     Case(
         "multi",
         lambda path: MultiLogger(Recorder(), JsonlLogger(path)),

@@ -1,4 +1,4 @@
-"""Other processes that write to a store: `python store_process.py kill|tail|race DIR ...`.
+"""Other processes that write to a store: `python store_process.py kill|kill_training|tail|... DIR ...`.
 
 lox is imported once; the writers are forks of this process, which has started no JAX backend.
 """
@@ -39,7 +39,44 @@ def write_until_killed(directory, acknowledge, rng):
             os.write(acknowledge, struct.pack("<q", done))
 
 
-def kill(directory, number, seed):
+def training(logger, length, buffer=None):
+    """A compiled training of three seeds, each a run, from any step on; and the states of the runs."""
+    import jax
+    import jax.numpy as jnp
+
+    def train(seed, start):
+        def step(carry, i):
+            lox.log({"x": 3 * i + seed, "y": jnp.stack([i, -i])}, step=i)
+            return carry, None
+
+        return jax.lax.scan(step, 0, start + jnp.arange(length))[0]
+
+    seeds = jnp.arange(3)
+    states = jax.vmap(lambda seed: logger.init(jax.random.key(seed), {"seed": seed}))(seeds)
+    lane = lambda state, seed, start: logger.tap(train, state, buffer=buffer)(seed, start)  # noqa: E731
+    run = jax.jit(jax.vmap(lane, in_axes=(0, 0, None)))
+    return lambda start: run(states, seeds, start)
+
+
+def train_until_killed(directory, acknowledge, rng):
+    """The same from a training that is logged with SaveLogger."""
+    logger = lox.SaveLogger(directory)
+    run = training(logger, 50, rng.choice([None, 16, 50]))
+    done = 0
+    while True:
+        run(done)
+        done += 50
+        if done == 50 or rng.random() < 0.3:  # the first once it is compiled
+            logger.flush()
+            os.write(acknowledge, struct.pack("<q", done))
+
+
+def kill_training(directory, number, seed):
+    """Kill that many trainings."""
+    kill(directory, number, seed, train_until_killed)
+
+
+def kill(directory, number, seed, write=write_until_killed):
     """Kill that many writers; print what each had acknowledged."""
     rng = random.Random(seed)
     acknowledged = []
@@ -49,12 +86,12 @@ def kill(directory, number, seed):
         pid = os.fork()
         if pid == 0:
             os.close(reader)
-            write_until_killed(os.path.join(directory, str(i)), writer, random.Random(child_seed))
+            write(os.path.join(directory, str(i)), writer, random.Random(child_seed))
         os.close(writer)
+        data = os.read(reader, 8) if write is train_until_killed else b""  # JAX takes a while to start
         time.sleep(rng.uniform(0.02, 0.15))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        data = b""
         while block := os.read(reader, 1 << 16):
             data += block
         os.close(reader)
@@ -73,6 +110,23 @@ def tail(directory, number):
             if i % 5 == 4:
                 writer.flush()
                 time.sleep(0.002)
+
+
+def tail_training(directory, number):
+    """Train, with pauses and without a flush of one's own, so that somebody can watch."""
+    with lox.SaveLogger(directory) as logger:
+        run = training(logger, 10)
+        for i in range(number):
+            run(10 * i)
+            time.sleep(0.15)
+
+
+def race_training(directory, number):
+    """A training among others on the same directory, with the same keys."""
+    logger = lox.SaveLogger(directory)  # not closed: that is left to the end of the process
+    run = training(logger, 10)
+    for i in range(number):
+        run(10 * i)
 
 
 def race(directory, processes, number):
@@ -117,4 +171,5 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
     warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
     name, directory, *numbers = sys.argv[1:]
-    {"kill": kill, "tail": tail, "race": race, "fill": fill}[name](directory, *map(int, numbers))
+    commands = [kill, kill_training, tail, tail_training, race, race_training, fill]
+    {command.__name__: command for command in commands}[name](directory, *map(int, numbers))

@@ -263,6 +263,7 @@ def on_a_terminal(tmp_path, mode, interrupt=False):
                 break
             data += chunk
         if interrupt and not sent and b"<printed 20>" in data:
+            time.sleep(0.03)  # until rich has done printing: interrupted right after it wrote, it would write again
             process.send_signal(signal.SIGINT)
             sent = True
     process.wait(10)

@@ -19,9 +19,7 @@ from logger_cases import LaneRecorder, Recorder
 import lox
 import lox.loggers
 from lox.loggers import CsvLogger, JsonlLogger, MultiLogger
-from lox.loggers._names import run_name
-
-# --- the examples of the seed documents ---
+from lox.store.names import base_name
 
 
 def with_steps(xs):
@@ -34,53 +32,6 @@ def with_steps(xs):
 
 
 CARRY = [({"step": 0, "episode": 0}, 0), ({"step": 1, "episode": 0}, 1), ({"step": 2, "episode": 1}, 3)]
-
-
-class SaveLike(Recorder):
-    """Has the constructor of SaveLogger."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path = path
-
-
-def test_quick_start_logger():
-    key = jax.random.key(0)
-    logger = SaveLike("./.lox/")
-    logger_state = logger.init(key)
-    y = logger.spool(with_steps, logger_state)(jnp.arange(3))
-    logger.close()
-    assert int(y) == 3
-    assert logger.events == {"0": {"carry": CARRY}}
-    assert logger.writes == 1  # spool writes in one go
-
-
-def test_quick_start_multi_logger():
-    pytest.importorskip("rich")
-    key, xs = jax.random.key(0), jnp.arange(3)
-    console_logger = lox.loggers.ConsoleLogger()
-    save_logger = SaveLike("./.lox/")
-    multi_logger = lox.loggers.MultiLogger(console_logger, save_logger)
-    multi_logger_state = multi_logger.init(key)
-    y = multi_logger.tap(with_steps, multi_logger_state)(xs)
-    assert int(y) == 3
-    multi_logger.close()
-    assert save_logger.events == {"0": {"carry": CARRY}}
-    assert save_logger.finished == ["0"]
-
-
-def test_sharp_bits_loggers_and_state():
-    def f(x):
-        lox.log({"loss": x}, tags=["metric"])
-        lox.log({"gradient_norm": 2 * x}, tags=["debug"])
-        return x
-
-    logger = SaveLike("/tmp/logs")
-    logger_state = logger.init(jax.random.key(0))
-    y = logger.spool(f, logger_state, tags=["metric"])(1.0)
-    logger.close()
-    assert float(y) == 1.0
-    assert logger.events == {"0": {"loss": [({}, 1.0)]}}
 
 
 # --- state, keys and configs ---
@@ -102,11 +53,11 @@ def test_names_are_unique_and_safe():
     keys = [jax.random.key(0), jax.random.key(42), *jax.random.split(jax.random.key(0), 50)]
     keys += [jax.random.key(seed, impl=impl) for seed in (0, 42) for impl in ("rbg", "unsafe_rbg")]
     keys += list(jax.random.split(jax.random.key(0, impl="rbg"), 5))
-    names = [run_name(np.asarray(jax.random.key_data(k)), str(jax.random.key_impl(k))) for k in keys]
+    names = [base_name(np.asarray(jax.random.key_data(k)), str(jax.random.key_impl(k))) for k in keys]
     assert names[:2] == ["0", "42"] and names[52:56] == ["rbg-0", "unsafe_rbg-0", "rbg-42", "unsafe_rbg-42"]
     assert len(set(names)) == len(names)
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-") for name in names)
-    assert run_name(np.asarray(jax.random.PRNGKey(42))) == "42"
+    assert base_name(np.asarray(jax.random.PRNGKey(42))) == "42"
 
 
 def test_config_may_differ_from_lane_to_lane():

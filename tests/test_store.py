@@ -653,14 +653,24 @@ def test_process_number(tmp_path):
     assert json.loads((writer.group / "meta.json").read_text())["process"] == 3
 
 
+def test_a_writer_without_runs_leaves_nothing(tmp_path):
+    Writer(tmp_path).close()
+    lox.save({"x": 1}, tmp_path, jax.random.key(0))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(lox.RunExistsError):
+        lox.save({"x": 1}, tmp_path, jax.random.key(0), mode="error")
+    assert sorted(tmp_path.iterdir()) == before and len(before) == 1
+
+
 def test_meta(tmp_path):
     writer = Writer(tmp_path, config={"lr": 0.1})
     meta = json.loads((writer.group / "meta.json").read_text())
     assert (meta["format"], meta["status"], meta["config"]) == ("lox-arrow/1", "open", {"lr": 0.1})
     assert meta["versions"]["lox"] == lox.__version__
+    writer.open_run()
     writer.close()
     assert json.loads((writer.group / "meta.json").read_text())["status"] == "closed"
-    assert sorted(p.name for p in writer.group.iterdir()) == ["meta.json"]
+    assert sorted(p.name for p in writer.group.iterdir()) == ["meta.json", "runs.jsonl"]
 
 
 def test_many_schemas(tmp_path):

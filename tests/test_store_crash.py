@@ -3,33 +3,20 @@
 import errno
 import json
 import os
-import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import jax
 import numpy as np
 import pyarrow
 import pytest
+from machine import Disk, finish, load_whatever_is_whole, refuse, start
 
 import lox
 from lox.store import Reader, Writer
 
 KILLS = int(os.environ.get("LOX_KILL_N", "10"))
-
-
-def start(*arguments, **options):
-    script = Path(__file__).parent / "store_process.py"
-    command = [sys.executable, str(script), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
-def finish(process, timeout=120):
-    out, err = process.communicate(timeout=timeout)
-    assert process.returncode == 0, err
-    return out
 
 
 def check_events(logs, least):
@@ -40,14 +27,6 @@ def check_events(logs, least):
     np.testing.assert_array_equal(logs["x"], steps * 3)
     np.testing.assert_array_equal(logs["y"], np.stack([steps, -steps], 1))
     np.testing.assert_array_equal(logs.step["x"], steps)
-
-
-def load_whatever_is_whole(path):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        logs = lox.load(path)
-    assert all(w.category is lox.LoxWarning for w in caught)
-    return logs, len(caught)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -118,30 +97,6 @@ def test_a_real_limit(tmp_path):
     assert Path(file).name == "p0000-000.arrows"
     check_events(lox.load(tmp_path), 10_020)
     assert len(list(tmp_path.glob("*/*.arrows"))) == 2  # never after a torn batch: in a new file
-
-
-class Disk:
-    """Room for so many bytes, written in small pieces."""
-
-    def __init__(self, monkeypatch, room, piece=1 << 30):
-        self.room, self.piece = room, piece
-        self.really, really_truncate = os.write, os.ftruncate
-        self.can_truncate = True
-
-        def truncate(file, size):
-            if not self.can_truncate:
-                raise OSError(errno.EIO, "no")
-            really_truncate(file, size)
-
-        monkeypatch.setattr("os.write", self.write)
-        monkeypatch.setattr("os.ftruncate", truncate)
-
-    def write(self, file, data):
-        if not self.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        count = self.really(file, data[: min(self.room, self.piece)])
-        self.room -= count
-        return count
 
 
 def test_short_writes(tmp_path, monkeypatch):
@@ -242,10 +197,6 @@ def test_no_room_for_a_run(tmp_path, monkeypatch):
 
 
 def test_read_only_directory(tmp_path, monkeypatch):
-    # The tests may run as root, for whom everything is writable: the system calls refuse instead.
-    def refuse(*_, **__):
-        raise PermissionError(errno.EROFS, "Read-only file system")
-
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.mkdir", refuse)
         with pytest.raises(lox.StoreError, match=r"Read-only file system\.\nChoose another directory") as error:

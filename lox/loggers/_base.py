@@ -28,8 +28,8 @@ from lox.loggers._values import as_logs
 class Logger:
     """Base class of all loggers: one run per key, in any transformation.
 
-    A subclass implements `write`, and may implement `open`, `finish`, `commit` and `write_lanes`. They are called on
-    the host, never two at a time, and must not call JAX.
+    A subclass implements `write`, and may implement `open`, `finish`, `commit`, `pause`, `open_lanes` and
+    `write_lanes`. They are called on the host, never two at a time, and must not call JAX.
 
     >>> import jax, jax.numpy as jnp, lox
     >>> class PrintLogger(lox.Logger):
@@ -49,9 +49,12 @@ class Logger:
 
     Attributes:
         queue_size: How many batches of events may wait to be written. When they do, the program waits too.
+        queue_bytes: How large they may be together.
     """
 
     queue_size: int = 1024
+    queue_bytes: int = 64 << 20
+    _takes_prng_keys: bool = False  # as `KeyWords`; all others get their words as arrays
     _pipeline: Pipeline
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -62,7 +65,7 @@ class Logger:
         return self
 
     def _make_pipeline(self) -> Pipeline:
-        return Pipeline(self)
+        return Pipeline(self, opens_lanes=type(self).open_lanes is not Logger.open_lanes)
 
     # --- what a subclass implements ---
 
@@ -73,7 +76,7 @@ class Logger:
             run: The run, with its `name`, `key`, `config` and the `resource` that `open` may have put there.
             logs: NumPy arrays, read-only, all with an event axis, in the order of the events, with `steps`. Only what
                 happened in this run. If the program maps over something inside the run, these lanes come after the
-                event axis, and `logs.valid` may say which of them had the event.
+                event axis, and `logs.valid` may say which of them had the event. PRNG keys are arrays of their words.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `write`.")
 
@@ -93,11 +96,19 @@ class Logger:
     def open(self, run: Run) -> None:
         """Prepare for a new run. What it raises reaches the caller of `init`, unless that is a compiled program."""
 
+    def open_lanes(self, runs: list[Run]) -> None:
+        """Prepare for all the runs that one `init` begins, one for each lane. By default, `open` is called for each."""
+        for run in runs:
+            self.open(run)
+
     def finish(self, run: Run) -> None:
         """A run ends because the logger is being closed."""
 
     def commit(self) -> None:
         """Make what was written so far safe; the last thing that `flush` does."""
+
+    def pause(self) -> None:
+        """No event has come for a moment: what `write` held back, to write more at once, can be written now."""
 
     # --- for programs ---
 

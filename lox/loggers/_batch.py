@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _arrays, _compat, _lanes
+from lox import _compat, _lanes
 from lox._lanes import Flags, Laned
 from lox._logdict import Layout, logdict
+from lox.loggers._prng import with_words
 from lox.loggers._routing import ROUTE
 
 Axes = list[Any]  # what the leading axes of an array are: EVENT, or the number of a lane; the others are the item's
@@ -200,6 +201,12 @@ class TapJob:
     rename: Rename | None = None  # the runs of another logger for those of this one
 
     @property
+    def size(self) -> int:
+        """How many bytes the values take."""
+        # Not as a pytree if it can be helped: this is where the program waits.
+        return sum(x.nbytes if type(x) is np.ndarray else _size(x) for x in self.logs.values())
+
+    @property
     def form(self) -> Any:
         """Single events of equal form come from the same line of a program, for the same runs."""
         logs = self.logs
@@ -228,12 +235,21 @@ class CallJob:
     rename: Rename | None = None
 
     @property
+    def size(self) -> int:
+        """How many bytes the values, steps and masks take."""
+        return _size(self.arrays)
+
+    @property
     def form(self) -> Any:
         """Not to be joined before they are sorted."""
         return self
 
 
 Job = TapJob | CallJob
+
+
+def _size(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def sort(jobs: list[Job]) -> Iterator[Callable[[], list[Batch]]]:
@@ -339,7 +355,7 @@ class Plan:
         plans, arrays = [], []
         for key in logs:
             layout = logs._layout(key)
-            leaves, treedef = jax.tree.flatten(logs[key])
+            leaves, treedef = with_words(*jax.tree.flatten(logs[key]))
             flags = dict(layout.step_flags)
             outer = logs._outer(key)
             steps = tuple(
@@ -349,7 +365,7 @@ class Plan:
             )
             valid = layout.valid_flags if key in logs.valid else None
             plans.append(_KeyPlan(key, treedef, outer, layout.events, layout.flags, steps, valid))
-            arrays += [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
+            arrays += leaves
             arrays += [logs.steps[name][key] for name, _, _ in steps]
             arrays += [logs.valid[key]] if valid is not None else []
         # Logs that are there already have been complained about by `lox.spool`.
@@ -399,7 +415,3 @@ def _both(valid: Laned | None, where: Laned, shape: tuple[int, ...]) -> Laned:
     ndim = 2 + sum(map(bool, flags))
     masks = [_lanes.expand_to(x, flags, ndim, lead=2) for x in (valid, where)]
     return Laned(masks[0] & masks[1], flags)
-
-
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and _arrays.is_prng_key(x.dtype)

@@ -3,7 +3,7 @@
 import threading
 import warnings
 
-from lox._errors import LoxError, LoxWarning
+from lox._errors import LoxError, LoxWarning, StoreError
 
 _KEPT = 32  # errors that are kept apart, so that a disk that is full for hours does not fill memory too
 _MORE = (LoxError, "")
@@ -24,8 +24,12 @@ class ErrorLog:
             cause, error = error, LoxError(f"a host method raised {error!r}")
             error.__cause__ = cause
         with self._lock:
-            key = (type(error), str(error))
+            # A disk that is full is one error, whichever file it was about.
+            refused = error.errno if isinstance(error, StoreError) else None
+            key = (type(error), str(refused or error))
             first, count = self._errors.get(key, (error, 0))
+            if refused and count:
+                first = error  # the last one knows what became of it
             if not count:
                 error.add_note(f"{self._owner} was {doing}.")
             if not count and len(self._errors) >= _KEPT:

@@ -15,6 +15,13 @@ from lox.loggers._run import Run
 _MANY = 64  # files open at once: there may be more runs than the system allows open files
 
 
+def folder(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The directory that a user has named; absolute, because the working directory may change."""
+    if not isinstance(path, str | os.PathLike):
+        raise _errors.LogTypeError(f"`path` is {path!r}; it must be the name of a folder.")
+    return pathlib.Path(path).absolute()
+
+
 class RunFile:
     """The file of one run."""
 
@@ -30,9 +37,7 @@ class FileLogger(Logger):
     suffix = ""
 
     def __init__(self, path: str | os.PathLike[str]):
-        if not isinstance(path, str | os.PathLike):
-            raise _errors.LogTypeError(f"`path` is {path!r}; it must be the name of a folder.")
-        self.path = pathlib.Path(path)
+        self.path = folder(path)
         self._open_files: collections.OrderedDict[pathlib.Path, TextIO] = collections.OrderedDict()
 
     def open(self, run: Run) -> None:

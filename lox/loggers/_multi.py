@@ -58,13 +58,14 @@ class _FanOut(Pipeline):
         for other in self._others:
             other.require_open(what)
 
-    def open(self, run: Run, eager: bool) -> None:
+    def open(self, runs: list[Run], eager: bool) -> None:
         """A run is one run of each logger, of which any may fail."""
         del eager
-        run.resource = [other.new_run(run.key, dict(run.config), run.impl) for other in self._others]
-        for other, inner in zip(self._others, run.resource, strict=True):
-            other.open(inner, eager=False)
-        self.runs[run.id] = run
+        for run in runs:
+            run.resource = [other.new_run(run.key, dict(run.config), run.impl) for other in self._others]
+        for number, other in enumerate(self._others):
+            other.open([run.resource[number] for run in runs], eager=False)
+        self.runs.update({run.id: run for run in runs})
 
     def enqueue(self, job: Job) -> None:
         """Queue events everywhere."""

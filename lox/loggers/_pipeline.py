@@ -20,6 +20,7 @@ from lox._logdict import logdict, warn_of_dropped
 from lox.loggers import _batch
 from lox.loggers._batch import Batch, CallJob, Job, TapJob
 from lox.loggers._errors import ErrorLog, raise_all
+from lox.loggers._prng import words_only
 from lox.loggers._run import ConfigPlan, Run
 from lox.loggers._writer import Writer
 
@@ -32,8 +33,9 @@ _numbers = itertools.count()  # of runs, in this process: no two loggers share o
 class Pipeline:
     """Takes events to the host methods of its logger."""
 
-    def __init__(self, logger: "Logger"):
+    def __init__(self, logger: "Logger", opens_lanes: bool = False):
         self.logger, self.name = logger, type(logger).__name__
+        self._opens_lanes = opens_lanes  # all runs of an `init` at once
         self.runs: dict[int, Run] = {}
         self.broken: set[int] = set()  # runs that could not be opened
         self.errors = ErrorLog(self.name)
@@ -76,7 +78,7 @@ class Pipeline:
         self, plan: ConfigPlan, impl: str | None, where: Laned, operands: list[Laned], lanes: Any, eager: bool
     ) -> Any:
         """Open a run for every lane that gets here; returns their numbers, -1 for the others."""
-        (words, *arrays), numbers = operands, []
+        (words, *arrays), numbers, runs = operands, [], []
         for index in np.ndindex(lanes):
             if not _pick(where, index):
                 numbers.append(-1)
@@ -84,33 +86,37 @@ class Pipeline:
             config = plan.rebuild([_pick(x, index) for x in arrays])
             run = self.new_run(np.asarray(_pick(words, index)), config, impl)
             numbers.append(run.id)
-            self.open(run, eager)
+            runs.append(run)
+        self.open(runs, eager)
         return [np.asarray(numbers, np.int32)]
 
     def new_run(self, words: np.ndarray, config: dict[str, Any], impl: str | None) -> Run:
         """A run that nobody has opened yet."""
         return Run(next(_numbers), words, config, impl)
 
-    def open(self, run: Run, eager: bool) -> None:
-        """Open a run. If the user waits for it, errors are theirs; a compiled program must not see them."""
+    def open(self, runs: list[Run], eager: bool) -> None:
+        """Open runs. If the user waits for it, errors are theirs; a compiled program must not see them."""
         self._register()
-        if eager:
-            with self._lock:
-                self.logger.open(run)
-                self.runs[run.id] = run
-            return
-        self.runs[run.id] = run  # even if it fails: the program is under way, and its events have to go somewhere
-        self.broken.add(run.id)
-        with self.isolated(f"opening run {run.name!r}"):
-            self.logger.open(run)
-            self.broken.discard(run.id)
+        for together in [runs] if self._opens_lanes and runs else [[run] for run in runs]:
+            numbers = {run.id: run for run in together}
+            if eager:
+                with self._lock:
+                    self.logger.open_lanes(together)
+                    self.runs.update(numbers)
+                continue
+            self.runs.update(numbers)  # even if it fails: the program is under way, its events have to go somewhere
+            self.broken.update(numbers)
+            with self.isolated(f"opening {_run_names(together)}"):
+                self.logger.open_lanes(together)
+                self.broken.difference_update(numbers)
 
     def _register(self) -> Writer:
         writer = self._writer
         if writer is None:
             with self._registering:
                 if self._writer is None:
-                    self._writer = Writer(self._process, self.logger.queue_size, f"lox-{self.name}")
+                    room = self.logger.queue_size, self.logger.queue_bytes
+                    self._writer = Writer(self._process, self._pause, *room, f"lox-{self.name}")
                     _open_pipelines[id(self)] = self
                 writer = self._writer
         return writer
@@ -132,7 +138,7 @@ class Pipeline:
         if self.closed or not self.is_of_this_process:
             self.errors.add(_errors.LoxError("events came after the logger was closed: they are lost"), "closed")
             return
-        self._register().put(job)
+        self._register().put(job, job.size)
 
     # --- on the writer's thread ---
 
@@ -150,6 +156,11 @@ class Pipeline:
             self._sort_and_write(jobs)
         except BaseException as error:  # nothing may get lost without a word, not by a mistake of ours either
             self.errors.add(error, f"handling {len(jobs)} batches of events")
+
+    def _pause(self) -> None:
+        if not self.closed:
+            with self.isolated("writing what was held back"):
+                self.logger.pause()
 
     def _sort_and_write(self, jobs: list[Job]) -> None:
         batches: list[Batch] = []
@@ -182,25 +193,36 @@ class Pipeline:
 
     def _write(self, batch: Batch) -> None:
         runs = [self.runs[number] for number in batch.ids.tolist()]
-        with self.isolated(f"writing {_errors.listing(batch.logs)}"):
-            self.logger.write_lanes(runs, batch.logs)
+        logs = batch.logs if self.logger._takes_prng_keys else words_only(batch.logs)
+        with self.isolated(f"writing {_errors.listing(logs)}"):
+            self.logger.write_lanes(runs, logs)
 
     # --- at the end ---
 
+    def catch_up(self) -> None:
+        """Wait until everything is with the logger; errors are kept for `settle`."""
+        if self.is_of_this_process and not self.closed:
+            for error in effects():
+                self.errors.add(error, "waiting for computations")
+            self._drain()
+
     def settle(self) -> list[Exception]:
         """Wait until everything is written; returns the errors."""
+        return [*self._commit(), *self.errors.take()]
+
+    def _commit(self) -> list[Exception]:
         errors = effects() if self.is_of_this_process else []  # JAX does not survive a fork
         self._drain()
         if not self.closed and self.is_of_this_process:
             with self.isolated("committing", quietly=True):
                 self.logger.commit()
-        return errors + self.errors.take()
+        return errors
 
     def shut(self) -> list[Exception]:
         """End all runs; returns the errors."""
         if self.closed:
             return self.errors.take()  # of events that came too late
-        errors = self.settle()
+        errors = self._commit()
         self.closed = True
         _open_pipelines.pop(id(self), None)
         if self.is_of_this_process:
@@ -210,11 +232,15 @@ class Pipeline:
             for run in [run for run in self.runs.values() if run.id not in self.broken]:
                 with self.isolated(f"finishing run {run.name!r}", quietly=True):
                     self.logger.finish(run)
-        return errors + self.errors.take()
+        return [*errors, *self.errors.take()]
 
     def _drain(self) -> None:
         if self._writer is not None and self._writer.is_of_this_process:
             self._writer.drain()
+
+
+def _run_names(runs: list[Run]) -> str:
+    return f"run {runs[0].name!r}" if len(runs) == 1 else f"{len(runs)} runs, the first of them {runs[0].name!r},"
 
 
 def _pick(x: Laned, index: tuple[int, ...]) -> np.ndarray:

@@ -15,6 +15,7 @@ from lox._event import Event
 from lox._lanes import Laned
 from lox._series import Series
 from lox._tap import Stream
+from lox.loggers._prng import with_words
 
 ROUTE = "\0run"  # a step that no user's step is called
 
@@ -26,14 +27,23 @@ class RoutedStream(Stream):
     waits: ClassVar[bool] = False  # for the callback only queues the event: computations may stay asynchronous
 
     def leaving(self, run: Run, event: Event) -> Event:
-        """With its run."""
+        """With its run, and PRNG keys as their words."""
         route = _route(run, [x for leaves in event.values.values() for x in leaves], ())
-        return event.replace(steps={**event.steps, ROUTE: route})
+        values, treedefs = {}, {}
+        for key, leaves in event.values.items():
+            values[key], treedefs[key] = _with_words(leaves, event.treedefs[key])
+        return event.replace(values=values, treedefs=treedefs, steps={**event.steps, ROUTE: route})
 
     def series_leaving(self, run: Run, series: Series) -> Series:
-        """All with their run."""
+        """All with their run, and PRNG keys as their words."""
         route = _route(run, series.values, () if series.single else (series.count(),))
-        return dataclasses.replace(series, steps={**series.steps, ROUTE: route})
+        values, treedef = _with_words(series.values, series.treedef)
+        return dataclasses.replace(series, values=values, treedef=treedef, steps={**series.steps, ROUTE: route})
+
+
+def _with_words(values: list[Laned], treedef: Any) -> tuple[list[Laned], Any]:
+    arrays, treedef = with_words([x.tree for x in values], treedef)
+    return [Laned(array, x.flags) for array, x in zip(arrays, values, strict=True)], treedef
 
 
 def _route(run: Run, values: list[Laned], shape: tuple[int, ...]) -> Laned:

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lox import _arrays, _errors
-from lox.loggers._names import run_name
+from lox import _errors
+from lox.loggers._prng import is_key
+from lox.store import names
+from lox.store._keys import impl_name
 
 
 class LoggerState(NamedTuple):
@@ -37,7 +39,7 @@ class Run:
 
     def __init__(self, id: int, key: np.ndarray, config: Mapping[str, Any], impl: str | None = None):
         self.id, self.key, self.config, self.impl = id, key, config, impl
-        self.name = run_name(key, impl)
+        self.name = names.base_name(key, impl)
         self.resource: Any = None
 
     def __repr__(self) -> str:
@@ -47,9 +49,9 @@ class Run:
 def key_words(key: Any) -> tuple[Any, str | None]:
     """The words of one PRNG key, typed or not, and what made it."""
     impl = None
-    if hasattr(key, "dtype") and _arrays.is_prng_key(key.dtype):
-        words, impl = jax.random.key_data(key), str(jax.random.key_impl(key))
-    elif hasattr(key, "dtype") and key.dtype == np.uint32 and key.ndim:
+    if is_key(key):
+        words, impl = jax.random.key_data(key), impl_name(key)
+    elif hasattr(key, "dtype") and key.dtype == np.uint32 and names.is_raw(key):
         words = key
     else:
         raise _errors.LogTypeError(
@@ -92,4 +94,4 @@ _ARRAY = object()
 
 
 def _words_if_key(x: Any) -> Any:
-    return jax.random.key_data(x) if _arrays.is_prng_key(x.dtype) else x
+    return jax.random.key_data(x) if is_key(x) else x

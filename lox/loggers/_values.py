@@ -11,6 +11,7 @@ from lox._lanes import Laned
 from lox._logdict import logdict
 from lox._primitive import as_array
 from lox._series import Series, Site
+from lox.loggers._prng import is_key
 
 
 def as_logs(data: Mapping[str, Any], steps: Mapping[str, Any]) -> logdict:
@@ -35,7 +36,7 @@ def _one_event(data: Mapping[str, Any]) -> logdict:
             raise _errors.LogTypeError(f"`log` cannot log {key!r}: {value!r} holds no array.")
         arrays = [_array(x, f"the value of {key!r}") for x in leaves]
         for x in arrays:
-            if x.dtype.kind not in "biufcV":
+            if not is_key(x) and x.dtype.kind not in "biufcV":
                 raise _errors.LogTypeError(f"`log` cannot log {key!r}: it is an array of {x.dtype}, not of numbers.")
         series.append(Series([Laned(x) for x in arrays], {}, None, treedef, True, key, Site("")))
     return logdict.from_series(series)

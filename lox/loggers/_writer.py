@@ -1,7 +1,7 @@
 """The thread that does a logger's work, and the queue that leads to it.
 
-Callbacks run on threads of the runtime, which waits for them: all they do is queue. The queue is bounded. When it is
-full, `put` waits, and with it the program: nothing is lost, and memory does not grow.
+Callbacks run on threads of the runtime, which waits for them: all they do is queue. The queue is bounded, in jobs and
+in bytes. When it is full, `put` waits, and with it the program: nothing is lost, and memory does not grow.
 """
 
 import collections
@@ -11,14 +11,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+_PAUSE = 0.1  # seconds without a job after which what was held back may be written
 _IDLE = 5.0  # seconds after which a thread without work ends; the next job starts another
 
 
 class Writer:
-    """Hands jobs to `process`, several at a time, in order, from one thread."""
+    """Hands jobs to `process`, several at a time, in order, from one thread, and calls `pause` when no more come."""
 
-    def __init__(self, process: Callable[[list[Any]], None], capacity: int, name: str):
-        self._process, self._capacity, self._name = process, max(1, capacity), name
+    def __init__(
+        self,
+        process: Callable[[list[Any]], None],
+        pause: Callable[[], None],
+        capacity: int,
+        capacity_bytes: int,
+        name: str,
+    ):
+        self._process, self._pause, self._name = process, pause, name
+        self._capacity, self._capacity_bytes = max(1, capacity), max(1, capacity_bytes)
+        self._bytes = 0  # of the jobs that are not done
         self._jobs: collections.deque[Any] = collections.deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -31,17 +41,21 @@ class Writer:
         """Whether the thread can be alive: `fork` takes the queue along, but not the thread."""
         return self._pid == os.getpid()
 
-    def put(self, job: Any) -> None:
-        """Queue a job; waits while the queue is full."""
+    def put(self, job: Any, size: int) -> None:
+        """Queue a job of so many bytes; waits while the queue is full."""
         with self._changed:
             inside = threading.current_thread() is self._thread
-            while not inside and self._put - self._done >= self._capacity:
+            while not inside and self._is_full():
                 self._start()
                 self._changed.wait(1.0)
-            self._jobs.append(job)
+            self._jobs.append((job, size))
             self._put += 1
+            self._bytes += size
             self._start()
             self._changed.notify_all()
+
+    def _is_full(self) -> bool:
+        return self._put - self._done >= self._capacity or self._bytes >= self._capacity_bytes
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until everything queued so far is done; False if that took longer than `timeout` seconds."""
@@ -78,20 +92,31 @@ class Writer:
 
     def _work(self) -> None:
         with self._changed:
+            worked = False
             while True:
-                self._changed.wait_for(lambda: self._jobs or self._stopping, _IDLE)
-                if not self._jobs:
+                self._changed.wait_for(lambda: self._jobs or self._stopping, _PAUSE if worked else _IDLE)
+                if self._jobs:
+                    self._work_once()
+                    worked = True
+                elif worked:
+                    worked = False
+                    self._changed.release()
+                    try:
+                        self._pause()
+                    finally:
+                        self._changed.acquire()
+                else:
                     self._thread, self._stopping = None, False
                     return
-                self._work_once()
 
     def _work_once(self) -> None:
         jobs = list(self._jobs)
         self._jobs.clear()
         self._changed.release()
         try:
-            self._process(jobs)
+            self._process([job for job, _ in jobs])
         finally:
             self._changed.acquire()
             self._done += len(jobs)
+            self._bytes -= sum(size for _, size in jobs)
             self._changed.notify_all()

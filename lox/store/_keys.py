@@ -46,7 +46,7 @@ def words_of(key: Any) -> tuple[np.ndarray[Any, Any], str]:
     if hasattr(key, "dtype") and _arrays.is_prng_key(key.dtype):
         return np.asarray(jax.random.key_data(key)), impl_name(key)
     data = np.asarray(key)
-    if data.dtype != np.uint32 or data.ndim == 0 or data.shape[-1] not in (2, 4):
+    if data.dtype != np.uint32 or not names.is_raw(data):
         raise _errors.LogTypeError(
             f"`key` is {key!r}: give the PRNG key of the run, such as `jax.random.key(42)`, or its name as a string."
         )

@@ -67,6 +67,9 @@ class SegmentWriter:
             # Without the torn batch every tool can read the file. If this fails too, readers skip the torn tail.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self.size)
+                if not self.size:  # or a disk that is full for hours would be strewn with empty files
+                    self.abandon()
+                    self.path.unlink()
             self.abandon()
             raise _errors.cannot_write(self.path, error, WAY_OUT) from error
         self.size += len(data)

@@ -299,7 +299,10 @@ class Writer:
                 for table in self._tables.values():
                     if table.segment is not None:
                         table.segment.close()
-                _group.write_meta(self.group, self._created, self._process, "closed", self._config)
+                if self.run_names:
+                    _group.write_meta(self.group, self._created, self._process, "closed", self._config)
+                else:  # nobody will miss it
+                    _group.Group(self.group).delete()
             except _errors.StoreError as error:
                 lost = f"\n{self._pending_rows} events were not written." if self._pending_rows else ""
                 raise _with_note(error, lost) from error

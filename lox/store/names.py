@@ -1,9 +1,11 @@
 """What runs are called.
 
 A run is named after the words of its PRNG key, and no two keys share a name: `jax.random.key(42)` is `42`. Further
-attempts with the same key are `42.1`, `42.2`, ... Names are for people and for messages; they are never used as paths.
+attempts with the same key are `42.1`, `42.2`, ... Names are for people and for messages; the store never uses them as
+paths, but loggers of plain files do, so they have no character that would be special there.
 """
 
+import urllib.parse
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,12 +18,16 @@ UNNAMED = "run"  # the base name of runs without a key
 _IMPL_OF_LENGTH = {2: DEFAULT_IMPL, 4: "rbg"}
 
 
+def is_raw(data: Any) -> bool:
+    """Whether an array of words has the shape of old-style keys."""
+    return np.ndim(data) > 0 and np.shape(data)[-1] in _IMPL_OF_LENGTH
+
+
 def impl_of_raw(data: Any) -> str:
     """The implementation of an old-style key, an array of words."""
-    words = np.shape(data)[-1] if np.ndim(data) else 0
-    if words not in _IMPL_OF_LENGTH:
-        raise ValueError(f"a PRNG key has 2 or 4 words, not {words}.")
-    return _IMPL_OF_LENGTH[words]
+    if not is_raw(data):
+        raise ValueError(f"a PRNG key has 2 or 4 words, not {np.shape(data)[-1] if np.ndim(data) else 0}.")
+    return _IMPL_OF_LENGTH[np.shape(data)[-1]]
 
 
 def base_name(key_data: Any, impl: str | None = None) -> str:
@@ -36,7 +42,8 @@ def base_name(key_data: Any, impl: str | None = None) -> str:
     'rbg-x00000001000000020000000300000004'
     """
     words = [int(w) for w in np.asarray(key_data, np.uint32).ravel()]
-    impl = impl or impl_of_raw(words)
+    # Implementations can be registered under any name: quoted, none becomes a path and no two become the same.
+    impl = urllib.parse.quote(impl or impl_of_raw(words), safe="")
     if len(words) == 2 and impl == DEFAULT_IMPL:
         return str(_number(words))
     if len(words) == 4 and words[:2] == words[2:]:  # what seeding from a number gives
