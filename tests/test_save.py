@@ -523,6 +523,34 @@ def test_watched_and_joined_by_others(tmp_path):
     assert [run.config for run in lox.runs(tmp_path)].count({"seed": 2}) == 2
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forks_have_loggers_of_their_own(tmp_path):
+    """A fork reads without waiting for its parent's logger, writes with its own, and closes only that."""
+    code = """
+        import os, warnings, jax, lox
+        warnings.simplefilter("ignore", RuntimeWarning)  # JAX warns of forks, but this one does not compute
+        warnings.simplefilter("ignore", DeprecationWarning)
+        logger = lox.SaveLogger("runs")
+        state = logger.init(jax.random.key(42))
+        logger.log(state, {"x": 1})
+        logger.flush()
+        logger._writer._lock.acquire()  # as if its thread were in the middle of writing
+        if os.fork() == 0:
+            assert lox.load("runs")["x"].tolist() == [1]
+            own = lox.store.Writer("runs")
+            own.append(own.open_run("child"), {"x": 2})
+            assert lox.load("runs", "child")["x"].tolist() == [2]
+            lox.store._open._close_all()
+            os._exit(0 if own.closed else 1)  # JAX's own clean-up would crash in a fork
+        logger._writer._lock.release()
+        assert os.wait()[1] == 0
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert xs_of(tmp_path / "runs") == {"42": [1], "child": [2]}
+
+
 # --- a disk that refuses ---
 
 

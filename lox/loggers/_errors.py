@@ -38,8 +38,8 @@ class ErrorLog:
             warned, self._warned = self._warned, self._warned or not quietly
         if not (warned or quietly):
             self.warn(
-                f"{self._owner} failed {doing}: {type(error).__name__}: {error}. The program goes on without these "
-                "events; all errors are raised by `flush` and `close`."
+                f"{self._owner} failed {doing}: {type(error).__name__}: {str(error).rstrip('.')}. "
+                "The program goes on without these events; all errors are raised by `flush` and `close`."
             )
 
     def warn(self, message: str) -> None:

@@ -16,19 +16,24 @@ class _Writing(NamedTuple):
     path: Path
     flush: Any  # both are weak references to methods
     close: Any
+    pid: int
+
+    @property
+    def is_ours(self) -> bool:
+        """What a fork has inherited is its parent's to write and close; its locks may even be held for ever."""
+        return self.pid == os.getpid()
 
 
 # A writer may be collected, and unregister, while its thread holds the lock.
 _lock = threading.RLock()
 _writing: list[_Writing] = []
-_pid = os.getpid()
 
 
 def register(path: Path, flush: Callable[[], Any], close: Callable[[], Any]) -> None:
     """Call the method `flush` before this process reads `path`, and `close` when it ends, if the object still lives."""
     with _lock:
         _writing[:] = [w for w in _writing if w.flush() is not None]
-        _writing.append(_Writing(path.resolve(), weakref.WeakMethod(flush), weakref.WeakMethod(close)))
+        _writing.append(_Writing(path.resolve(), weakref.WeakMethod(flush), weakref.WeakMethod(close), os.getpid()))
 
 
 def unregister(flush: Callable[[], Any]) -> None:
@@ -41,7 +46,7 @@ def flush(path: Path) -> None:
     """Let all that is logged reach `path`. What fails is told of, but does not keep anyone from reading."""
     path = path.resolve()
     with _lock:
-        methods = [w.flush() for w in _writing if w.path == path]
+        methods = [w.flush() for w in _writing if w.path == path and w.is_ours]
     # The newest first: a logger is made after the writer that it writes to.
     for method in reversed(methods):
         if method is None:
@@ -62,10 +67,8 @@ def is_open(group: Path) -> bool:
 
 @atexit.register
 def _close_all() -> None:
-    if os.getpid() != _pid:
-        return  # a fork: what it has inherited is its parent's to close
     with _lock:
-        methods = [w.close() for w in _writing]
+        methods = [w.close() for w in _writing if w.is_ours]
     errors = []
     for method in reversed(methods):
         if method is not None:
