@@ -538,3 +538,23 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         CsvLogger(tmp_path / "file" / "runs").init(jax.random.key(0))
     with pytest.raises(TypeError, match="`path` is 3; it must be the name of a folder"):
         CsvLogger(3)
+
+
+def test_the_queue_is_bounded_in_bytes_too():
+    waiting = []
+
+    class Slow(Recorder):
+        queue_bytes = 10_000
+
+        def write(self, run, logs):
+            time.sleep(0.005)
+            waiting.append(self._pipeline._writer._bytes)
+            super().write(run, logs)
+
+    with Slow() as logger:
+        state = logger.init(jax.random.key(0))
+        for n in range(30):
+            logger.log(state, {"x": np.full(1000, n, np.float32)})  # 4 kB
+    assert len(logger.events["0"]["x"]) == 30
+    assert max(waiting) <= 3 * 4000  # one more than fits
+    assert logger._pipeline._writer._bytes == 0
