@@ -1,6 +1,6 @@
 """Logs as curves: numbers over integer steps, which is what trackers keep.
 
-A pytree has a curve per leaf and a small array one per element, `a[0]`. The tracker's step is the event's step of a
+A pytree has a curve per leaf, `stats/mean`, and a small array one per element, `xs/0`. The tracker's step is the event's step of a
 given name; the other steps of an event become curves themselves, so that nothing is lost.
 """
 
@@ -85,7 +85,7 @@ class Curves:
             steps = {name: np.asarray(of[key]) for name, of in logs.steps.items() if key in of}
             valid = logs.valid.get(key)
             for path, leaf in jax.tree_util.tree_leaves_with_path(logs[key]):
-                label = self._labels.of("leaf" if path else "key", key + jax.tree_util.keystr(path))
+                label = self._labels.of("leaf" if path else "key", key + "".join("/" + _text(part) for part in path))
                 for part, x in _parts(np.asarray(leaf)):
                     name = self._labels.of("part", label + part) if part else label
                     size = int(np.prod(x.shape[1:], dtype=np.int64))
@@ -112,8 +112,8 @@ class Curves:
         return [points for points in found.values() if len(points.steps)], too_large
 
     def _axis(self, steps: dict[str, np.ndarray], x: np.ndarray) -> str | None:
-        """Which step is the tracker's: the one of that name, or the only one; none if it is no integer."""
-        name = self._step if self._step in steps else next(iter(steps)) if len(steps) == 1 else None
+        """Which step is the tracker's: the one of that name, or the first; none if it is no integer."""
+        name = self._step if self._step in steps else next(iter(steps), None)
         if name is None or steps[name].shape != x.shape[: steps[name].ndim] or _integers(steps[name]) is None:
             return None
         return name
@@ -130,7 +130,7 @@ class Curves:
             steps, values = _of_element(at, index), x[(slice(None), *index)]
             if keep is not None and not keep.all():
                 steps, values = steps[keep], values[keep]
-            label = self._labels.of(kind, f"{name}[{','.join(map(str, index))}]") if index else name
+            label = self._labels.of(kind, "/".join(map(str, (name, *index)))) if index else name
             points.append(Points(label, steps, values))
         return points
 
@@ -141,9 +141,14 @@ def _of_element(x: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
     return x if x.ndim == 1 else x.any(tuple(range(1, x.ndim)))
 
 
+def _text(part: Any) -> str:
+    """One step of the path to a leaf."""
+    return next((str(getattr(part, name)) for name in ("key", "name", "idx") if hasattr(part, name)), str(part))
+
+
 def _parts(x: Any) -> list[tuple[str, np.ndarray]]:
     """A complex number is two curves."""
-    return [(".real", _real(x.real)), (".imag", _real(x.imag))] if x.dtype.kind == "c" else [("", _real(x))]
+    return [("/real", _real(x.real)), ("/imag", _real(x.imag))] if x.dtype.kind == "c" else [("", _real(x))]
 
 
 def _real(x: np.ndarray) -> np.ndarray:

@@ -30,10 +30,11 @@ class MLflowLogger(CurveLogger):
         jax.vmap(lambda state, key: logger.tap(train, state, buffer=100)(key))(states, keys)
     ```
 
-    Values are double precision. An event's step named `step` is MLflow's; if it has no such step, its only one; if it
-    has none, events are counted. Other steps are metrics too. A small array has a metric per element, `a[0]`, and a
-    pytree one per leaf. Events are in MLflow's history in their order: where steps do not increase, timestamps do, by a
-    millisecond, because MLflow sorts by them and drops what has the same step, value and time.
+    Values are double precision. MLflow's step is the one called `step`, or else the first one that the event has, or
+    else the number of the event; other steps are metrics of their own. Arrays of up to 64 elements are as many metrics,
+    `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`. Events are in MLflow's history in their order: where steps do not
+    increase, timestamps do, by a millisecond, because MLflow sorts by them and drops what has the same step, value and
+    time.
 
     MLflow has no infinities, and would store 1.8e308. An infinity is written as NaN, which MLflow has, and its sign as
     1 or -1 to another metric at the same step, `loss_xinf_`.

@@ -30,9 +30,9 @@ class NeptuneLogger(CurveLogger):
         jax.vmap(lambda state, key: logger.tap(train, state, buffer=100)(key))(states, keys)
     ```
 
-    A key is a series, `/` in it a namespace. Values are double precision. An event's step named `step` is Neptune's; if
-    it has no such step, its only one; if it has none, events are counted. Other steps are series too. A small array has
-    a series per element, `a[0]`, and a pytree one per leaf.
+    A key is a series, `/` in it a namespace. Values are double precision. Neptune's step is the one called `step`, or
+    else the first one that the event has, or else the number of the event; other steps are series of their own. Arrays
+    of up to 64 elements are as many series, `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`.
 
     Neptune skips NaN and infinities: they are written to a series of strings beside, `loss_xnonfinite_`, at their
     steps. Names that Neptune cannot have are escaped so that `NeptuneLogger.key_of` finds the key: a series `a/b`

@@ -23,10 +23,10 @@ class TrackioLogger(CurveLogger):
         jax.vmap(lambda state, key: logger.tap(train, state, buffer=100)(key))(states, keys)
     ```
 
-    Keys that are logged together, at the same steps, are one row of Trackio's. An event's step named `step` is
-    Trackio's; if it has no such step, its only one; if it has none, events are counted. Other steps are values in the
-    same row. A small array has a value per element, `a[0]`, and a pytree one per leaf. NaN and infinities are kept, and
-    so are integers of 64 bits.
+    Keys that are logged together are one row of Trackio's. Its step is the one called `step`, or else the first one
+    that the event has, or else the number of the event; other steps are values in the same row. Arrays of up to 64
+    elements are as many values, `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`. Floats are double precision, NaN
+    and infinities are kept, and so are integers of 64 bits.
 
     Trackio keeps some names for itself, such as `time`: they are escaped, `time_x_`, and `TrackioLogger.key_of` gives
     the key. Where the data goes is Trackio's choice, and its environment variables': `TRACKIO_DIR`, `TRACKIO_SPACE_ID`.
