@@ -4,6 +4,7 @@ To put another logger under contract, add a `Case`: how to make it, and what it 
 of a run to its keys, each a list of events `(steps, value)` in order.
 """
 
+import atexit
 import contextlib
 import csv
 import dataclasses
@@ -12,6 +13,7 @@ import importlib.util
 import io
 import json
 import os
+import shutil
 import tempfile
 import uuid
 import warnings
@@ -170,8 +172,9 @@ def read_neptune(logger_or_path):
 
 @functools.cache
 def mlflow_uri():
-    """One database for all tests: setting it up takes seconds."""
-    uri = f"sqlite:///{tempfile.mkdtemp()}/mlflow.db"
+    """One database for all tests: setting it up takes seconds. In memory where possible: it waits for the disk."""
+    uri = f"sqlite:///{tempfile.mkdtemp(dir='/dev/shm' if os.path.isdir('/dev/shm') else None)}/mlflow.db"
+    atexit.register(shutil.rmtree, os.path.dirname(uri.removeprefix("sqlite:///")), ignore_errors=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import mlflow

@@ -1,7 +1,7 @@
 """Logs as curves: numbers over integer steps, which is what trackers keep.
 
-A pytree has a curve per leaf, `stats/mean`, and a small array one per element, `xs/0`. The tracker's step is the event's step of a
-given name; the other steps of an event become curves themselves, so that nothing is lost.
+A pytree has a curve per leaf, `stats/mean`, and a small array one per element, `xs/0`. The tracker's step is the
+event's step of a given name; the other steps of an event become curves themselves, so that nothing is lost.
 """
 
 from typing import Any, NamedTuple

@@ -7,8 +7,8 @@ as they are.
 
 import re
 
-_CODE = re.compile(r"_x([0-9a-f]*)_")
-_LOOKS_LIKE_CODE = "x(?:[0-9a-f]*|inf|nonfinite)"  # the words are suffixes that loggers add
+_INSIDE = "x(?:[0-9a-f]*|inf|nonfinite)"  # the words are of suffixes that loggers add
+_CODE = re.compile(f"_{_INSIDE}_")
 
 MARK = "_x_"  # the code of nothing: makes another name for the same key
 INFINITE = "_xinf_"
@@ -31,13 +31,18 @@ def escape(name: str, bad: str = "", mark: bool = False) -> str:
     bad = f"[{bad}]" if bad else "(?!)"
     # The second underscore of what looks like a code may also be the first one of the code that follows. Suffixes that
     # loggers add follow too, so the end of the name counts.
-    return re.sub(f"_(?={_LOOKS_LIKE_CODE}(?:_|{bad}|$))|{bad}", lambda m: f"_x{ord(m[0]):x}_", name) + MARK * mark
+    return re.sub(f"_(?={_INSIDE}(?:_|{bad}|$))|{bad}", lambda m: f"_x{ord(m[0]):x}_", name) + MARK * mark
 
 
 def unescape(name: str) -> str:
-    """The key that has this name.
+    """The key that has this name, with or without a suffix.
 
-    >>> unescape("a_x5b_0_x5d_"), unescape("grad_norm")
-    ('a[0]', 'grad_norm')
+    >>> unescape("a_x5b_0_x5d_"), unescape("grad_norm"), unescape("loss_xinf_")
+    ('a[0]', 'grad_norm', 'loss')
     """
-    return _CODE.sub(lambda m: chr(int(m[1], 16)) if m[1] else "", name)
+    return _CODE.sub(_character, name)
+
+
+def _character(code: re.Match[str]) -> str:
+    digits = code[0][2:-1]
+    return "" if digits in ("", "inf", "nonfinite") else chr(int(digits, 16))

@@ -32,9 +32,9 @@ class MLflowLogger(CurveLogger):
 
     Values are double precision. MLflow's step is the one called `step`, or else the first one that the event has, or
     else the number of the event; other steps are metrics of their own. Arrays of up to 64 elements are as many metrics,
-    `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`. Events are in MLflow's history in their order: where steps do not
-    increase, timestamps do, by a millisecond, because MLflow sorts by them and drops what has the same step, value and
-    time.
+    `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`. Events are in MLflow's history in their order: where steps do
+    not increase, timestamps do, by a millisecond, because MLflow sorts by them and drops what has the same step, value
+    and time.
 
     MLflow has no infinities, and would store 1.8e308. An infinity is written as NaN, which MLflow has, and its sign as
     1 or -1 to another metric at the same step, `loss_xinf_`.
@@ -76,7 +76,7 @@ class MLflowLogger(CurveLogger):
     @staticmethod
     def key_of(name: str) -> str:
         """The key that a metric belongs to."""
-        return unescape(name.removesuffix(INFINITE))
+        return unescape(name)
 
     def open(self, run: Run) -> None:
         """Create a run of MLflow's."""

@@ -52,7 +52,7 @@ class NeptuneLogger(CurveLogger):
     @staticmethod
     def key_of(name: str) -> str:
         """The key that a series belongs to."""
-        return unescape(name.removesuffix(NONFINITE))
+        return unescape(name)
 
     def open(self, run: Run) -> None:
         """Begin a run of Neptune's."""

@@ -66,7 +66,9 @@ class TrackioLogger(CurveLogger):
         """Create a run of Trackio's, without ending the one before."""
         self._take_name(run, set(self._storage.get_runs(self.project)))
         options = dict(self._kwargs)
-        config = {("_x5f_" + key[1:] if key.startswith("_") else key): x for key, x in run.config.items()}
+        config = {str(key): x for key, x in run.config.items()}
+        if own := {key: config.pop(key) for key in list(config) if key.startswith("_")}:
+            config["private"] = {**config.get("private", {}), **own}  # where Trackio does not take them for its own
         if self._context is None:
             context = contextvars.Context()
         else:
