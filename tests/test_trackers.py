@@ -55,6 +55,7 @@ STRANGE += [
 # --- names ---
 
 
+@settings(max_examples=50)
 @given(
     st.text() | st.from_regex("(_|x|5|b|\\[|inf|nonfinite)*", fullmatch=True), st.sampled_from(["", "/", r"^\w/.\- "])
 )
@@ -80,7 +81,7 @@ def test_usual_names_stay():
 
 
 @needs_mlflow
-@settings(deadline=None)  # the first one imports the client
+@settings(max_examples=50, deadline=None)  # the first one imports the client
 @given(st.text(max_size=30))
 def test_mlflow_accepts_every_name(name):
     from mlflow.utils.validation import _validate_metric_name
