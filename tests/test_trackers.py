@@ -3,6 +3,8 @@
 import importlib
 import json
 import math
+import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +183,8 @@ def test_arrays_and_pytrees(make, read, tmp_path):
         lox.log({"v": jnp.stack([x, 2 * x]), "tree": {"a": x, "b": (x, -x)}, "z": x + 1j}, step=0)
         jax.vmap(lambda y: lox.log({"inner": x * y}, step=y))(jnp.arange(3))
 
+        jax.vmap(lambda y: lox.log({"both": x * y}, step=y, epoch=9))(jnp.arange(2))
+
     with jax.numpy_dtype_promotion("standard"), make(tmp_path) as logger:
         logger.spool(f, logger.init(KEY))(3.0)
     at = {"step": 0}
@@ -193,6 +197,8 @@ def test_arrays_and_pytrees(make, read, tmp_path):
         "z/real": [(at, 3.0)],
         "z/imag": [(at, 1.0)],
         **{f"inner/{n}": [({"step": n}, 3.0 * n)] for n in range(3)},
+        **{f"both/{n}": [({"step": n}, 3.0 * n)] for n in range(2)},
+        **{f"epoch/{n}": [({"step": n}, 9)] for n in range(2)},
     }
 
 
@@ -392,6 +398,57 @@ def test_neptune_finish_raises_what_went_wrong(neptune_folder):
         lox.neptune.finish(run)
     with pytest.raises(lox.LogTypeError, match="`config` is 3"):
         lox.neptune.init(KEY, 3)
+
+
+@needs_neptune
+def test_neptune_runs_may_end_in_some_lanes_only(neptune_folder):
+    runs = jax.jit(jax.vmap(lox.neptune.init))(jax.vmap(jax.random.key)(jnp.arange(100, 102)))
+
+    @jax.jit
+    @jax.vmap
+    def train(run, number):
+        lox.neptune.log(run, {"a": number})
+        jax.lax.cond(number > 0, lambda: lox.neptune.finish(run), lambda: None)
+
+    train(runs, jnp.arange(2))
+    jax.effects_barrier()
+    first, second = (jax.tree.map(lambda x, n=n: x[n], runs) for n in range(2))
+    lox.neptune.log(first, {"a": 5})
+    with pytest.raises(lox.LoxError, match="run '101' is finished"):
+        lox.neptune.log(second, {"a": 5})
+    lox.neptune.finish(first)
+    events = {"100": {"a": [({"step": 0}, 0), ({"step": 1}, 5)]}, "101": {"a": [({"step": 0}, 1)]}}
+    assert read_neptune(neptune_folder) == events
+
+
+# --- at the end of the process ---
+
+
+@needs_neptune
+@needs_trackio
+def test_what_nobody_closed_is_written_at_exit(tmp_path):
+    """The clients end their runs at exit too, and must not be first."""
+    script = """
+import jax, jax.numpy as jnp, lox, lox.neptune, time
+from lox.loggers import NeptuneLogger, TrackioLogger
+
+def slowly(logger):
+    write = logger.write_lanes
+    logger.write_lanes = lambda *args: (time.sleep(0.3), write(*args))
+    return logger
+
+run = lox.neptune.init(jax.random.key(1))
+for logger in slowly(NeptuneLogger()), slowly(TrackioLogger("p", auto_log_cpu=False, auto_log_gpu=False)):
+    logger.log(logger.init(jax.random.key(2)), {"a": 3}, step=4)
+lox.neptune.log(run, {"a": 3}, step=4)
+"""
+    environment = {**os.environ, "NEPTUNE_DATA_DIRECTORY": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio")}
+    done = subprocess.run([sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True)
+    assert "Error" not in done.stderr, done.stderr
+    assert read_neptune(tmp_path) == {name: {"a": [({"step": 4}, 3.0)]} for name in "12"}
+    with sqlite3.connect(tmp_path / "trackio" / "p.db") as database:
+        assert [(s, json.loads(m)) for s, m in database.execute("SELECT step, metrics FROM metrics")] == [(4, {"a": 3})]
+    database.close()
 
 
 # --- without the clients ---

@@ -92,38 +92,36 @@ class Curves:
                     if size > self._max_elements:
                         too_large[name] = size
                         continue
-                    axis = self._axis(steps, x)
-                    at = self._counted(name, len(x)) if axis is None else _integers(steps[axis])
+                    axis, at = self._axis(steps, x)
+                    if at is None:
+                        at = self._counted(name, len(x))
                     for n, points in enumerate(self._elements(name, "element", x, at, valid)):
                         found[label, name, n] = points
-                    for other, y in steps.items():
-                        if other == axis:
-                            continue
-                        label_of_step = self._labels.of("step", other)
+                    for other in steps.keys() - {axis}:
+                        y = _real(steps[other])
+                        if y.ndim < at.ndim:
+                            y = np.broadcast_to(y.reshape(y.shape + (1,) * (at.ndim - y.ndim)), at.shape)
                         # Keys that are logged together have the same steps: one curve for all of them.
-                        same = (
-                            other,
-                            y.tobytes(),
-                            np.asarray(at).tobytes(),
-                            None if valid is None else valid.tobytes(),
-                        )
-                        for n, points in enumerate(self._elements(label_of_step, "step element", _real(y), at, valid)):
+                        same = (other, y.tobytes(), at.tobytes(), None if valid is None else valid.tobytes())
+                        curve = self._labels.of("step", other)
+                        for n, points in enumerate(self._elements(curve, "step element", y, at, valid)):
                             found.setdefault((*same, n), points)
         return [points for points in found.values() if len(points.steps)], too_large
 
-    def _axis(self, steps: dict[str, np.ndarray], x: np.ndarray) -> str | None:
+    def _axis(self, steps: dict[str, np.ndarray], x: np.ndarray) -> tuple[str | None, np.ndarray | None]:
         """Which step is the tracker's: the one of that name, or the first; none if it is no integer."""
         name = self._step if self._step in steps else next(iter(steps), None)
-        if name is None or steps[name].shape != x.shape[: steps[name].ndim] or _integers(steps[name]) is None:
-            return None
-        return name
+        if name is None or steps[name].shape != x.shape[: steps[name].ndim]:
+            return None, None
+        whole = _integers(steps[name])
+        return (None, None) if whole is None else (name, whole)
 
     def _counted(self, name: str, events: int) -> np.ndarray:
         start = self._counts.get(name, 0)
         self._counts[name] = start + events
         return np.arange(start, start + events)
 
-    def _elements(self, name: str, kind: str, x: np.ndarray, at: Any, valid: np.ndarray | None) -> list[Points]:
+    def _elements(self, name: str, kind: str, x: np.ndarray, at: np.ndarray, valid: np.ndarray | None) -> list[Points]:
         points = []
         for index in np.ndindex(x.shape[1:]):
             keep = None if valid is None else _of_element(valid, index)
