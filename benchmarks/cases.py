@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import saving
 import storage
+import trackers_more
 import training
 from timing import Row, compare
 
@@ -326,4 +327,5 @@ CASES = {
     "watch": watch,
     **storage.CASES,
     **saving.CASES,
+    **trackers_more.CASES,
 }

@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 from lox import _batching, _differentiation
 from lox import loggers as loggers
 from lox import logify as logify
+from lox import neptune as neptune
 from lox import store as store
 from lox import testing as testing
 from lox._errors import LogTypeError as LogTypeError

@@ -4,11 +4,19 @@ To put another logger under contract, add a `Case`: how to make it, and what it 
 of a run to its keys, each a list of events `(steps, value)` in order.
 """
 
+import atexit
 import contextlib
 import csv
 import dataclasses
+import functools
+import importlib.util
 import io
 import json
+import os
+import shutil
+import tempfile
+import uuid
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +24,16 @@ import jax
 import numpy as np
 
 import lox
-from lox.loggers import ConsoleLogger, CsvLogger, JsonlLogger, MultiLogger, SaveLogger
+from lox.loggers import (
+    ConsoleLogger,
+    CsvLogger,
+    JsonlLogger,
+    MLflowLogger,
+    MultiLogger,
+    NeptuneLogger,
+    SaveLogger,
+    TrackioLogger,
+)
 
 Events = dict[str, dict[str, list[tuple[dict[str, Any], Any]]]]
 
@@ -27,6 +44,7 @@ class Case:
     make: Callable[[Any], lox.Logger]  # in a folder
     read: Callable[[lox.Logger], Events] | None  # None: it keeps nothing that could be read
     reads_arrays: bool = True
+    keeps: Callable[[Events], Events] = lambda events: events  # what of the events it can keep
 
     def __repr__(self):
         return self.name
@@ -117,6 +135,103 @@ def _quiet_console():
     return ConsoleLogger(console=Console(file=io.StringIO()))
 
 
+# --- trackers: the real clients, offline ---
+
+HAS_NEPTUNE, HAS_MLFLOW, HAS_TRACKIO = (
+    all(importlib.util.find_spec(name) for name in names)
+    for names in (["neptune"], ["mlflow", "sqlalchemy", "alembic"], ["trackio"])
+)
+
+
+def as_curves(events: Events) -> Events:
+    """Trackers have one step per event, and count if there is none; other steps are curves of their own."""
+    kept: Events = {}
+    for run, keys in events.items():
+        kept[run] = {}
+        for key, of in keys.items():
+            for number, (steps, value) in enumerate(of):
+                at = {"step": steps.get("step", number)}
+                kept[run].setdefault(key, []).append((at, value))
+                for name in steps.keys() - {"step"}:
+                    kept[run].setdefault(name, []).append((at, steps[name]))
+    return kept
+
+
+def make_neptune(path, **kwargs):
+    os.environ["NEPTUNE_DATA_DIRECTORY"] = str(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing the client warns of what it imports
+        logger = NeptuneLogger(**kwargs)
+    logger.path = path
+    return logger
+
+
+def read_neptune(logger_or_path):
+    """What the client would send to a server."""
+    events: Events = {}
+    path = getattr(logger_or_path, "path", logger_or_path)
+    for file in sorted(path.glob("offline/*/data-1.log")):
+        operations = [json.loads(line)["obj"] for line in file.read_text().splitlines()]
+        (name,) = [o["value"] for o in operations if o["path"] == ["sys", "name"]]
+        run = events.setdefault(name, {})
+        for o in operations:
+            if o["type"] in ("LogFloats", "LogStrings"):
+                points = [({"step": point["step"]}, point["value"]) for point in o["values"]]
+                run.setdefault("/".join(o["path"]), []).extend(points)
+    return events
+
+
+@functools.cache
+def mlflow_uri():
+    """One database for all tests: setting it up takes seconds. In memory where possible: it waits for the disk."""
+    uri = f"sqlite:///{tempfile.mkdtemp(dir='/dev/shm' if os.path.isdir('/dev/shm') else None)}/mlflow.db"
+    atexit.register(shutil.rmtree, os.path.dirname(uri.removeprefix("sqlite:///")), ignore_errors=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import mlflow
+
+        mlflow.MlflowClient(uri).search_experiments()
+    return uri
+
+
+def make_mlflow(path, **kwargs):
+    return MLflowLogger(f"{path}", mlflow_uri(), **kwargs)
+
+
+def read_mlflow(logger):
+    import mlflow
+
+    client = mlflow.MlflowClient(logger.tracking_uri)
+    events: Events = {}
+    for run in client.search_runs([client.get_experiment_by_name(logger.experiment).experiment_id]):
+        history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
+        events[run.info.run_name] = {key: [({"step": m.step}, m.value) for m in of] for key, of in history.items()}
+    return events
+
+
+def make_trackio(path, **kwargs):
+    os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp())  # read once, when it is imported
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TrackioLogger(f"{uuid.uuid4()}", auto_log_cpu=False, auto_log_gpu=False, **kwargs)
+
+
+def read_trackio(logger):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    events: Events = {}
+    for name in SQLiteStorage.get_runs(logger.project):
+        run = events.setdefault(name, {})
+        for row in SQLiteStorage.get_logs(logger.project, name):
+            for key in row.keys() - {"step", "timestamp"}:
+                run.setdefault(key, []).append(({"step": row["step"]}, row[key]))
+    return events
+
+
+def _runs_with_rows(events):
+    return {run: keys for run, keys in as_curves(events).items() if keys}
+
+
 CASES = [
     Case("recorder", lambda path: Recorder(), lambda logger: logger.events),
     Case("lane_recorder", lambda path: LaneRecorder(), lambda logger: logger.events),
@@ -133,6 +248,14 @@ with contextlib.suppress(ImportError):
     import rich  # noqa: F401
 
     CASES.append(Case("console", lambda path: _quiet_console(), None))
+
+
+if HAS_NEPTUNE:
+    CASES.append(Case("neptune", make_neptune, read_neptune, keeps=as_curves))
+if HAS_MLFLOW:
+    CASES.append(Case("mlflow", make_mlflow, read_mlflow, keeps=as_curves))
+if HAS_TRACKIO:
+    CASES.append(Case("trackio", make_trackio, read_trackio, keeps=_runs_with_rows))
 
 
 def _same(found):

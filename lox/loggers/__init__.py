@@ -1,4 +1,4 @@
-"""Where logs go: files, the console, several places at once.
+"""Where logs go: files, the console, trackers, several places at once.
 
 >>> import jax, jax.numpy as jnp, lox, tempfile
 >>> def train(x):
@@ -20,7 +20,10 @@ from lox.loggers._base import Logger as Logger
 from lox.loggers._console import ConsoleLogger as ConsoleLogger
 from lox.loggers._csv import CsvLogger as CsvLogger
 from lox.loggers._jsonl import JsonlLogger as JsonlLogger
+from lox.loggers._mlflow import MLflowLogger as MLflowLogger
 from lox.loggers._multi import MultiLogger as MultiLogger
+from lox.loggers._neptune import NeptuneLogger as NeptuneLogger
 from lox.loggers._run import LoggerState as LoggerState
 from lox.loggers._run import Run as Run
 from lox.loggers._save import SaveLogger as SaveLogger
+from lox.loggers._trackio import TrackioLogger as TrackioLogger

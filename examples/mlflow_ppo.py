@@ -1,0 +1,28 @@
+"""PPO with eight seeds, each a run of MLflow: `python examples/mlflow_ppo.py`.
+
+To look at it: `pip install mlflow`, then `mlflow ui --backend-store-uri sqlite:///mlflow.db`.
+"""
+
+import jax
+import jax.numpy as jnp
+from tracked_ppo import SEEDS, train
+
+from lox.loggers import MLflowLogger
+
+
+def main(tracking_uri="sqlite:///mlflow.db"):
+    keys = jax.random.split(jax.random.key(0), SEEDS)
+    rates = jnp.geomspace(0.003, 0.1, SEEDS)
+    with MLflowLogger("ppo", tracking_uri) as logger:
+
+        @jax.jit
+        @jax.vmap
+        def train_and_log(key, learning_rate):
+            run = logger.init(key, config={"learning_rate": learning_rate})
+            return logger.tap(train, run, buffer=100)(key, learning_rate)
+
+        jax.block_until_ready(train_and_log(keys, rates))
+
+
+if __name__ == "__main__":
+    main()

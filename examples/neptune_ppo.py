@@ -1,0 +1,34 @@
+"""PPO with eight seeds, each a run of Neptune: `python examples/neptune_ppo.py`.
+
+Runs are offline, under `.neptune/offline`: the hosted service of Neptune ended in March 2026. `lox.neptune` is used as
+its client would be, but inside of the compiled and mapped program.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from tracked_ppo import SEEDS, train
+
+import lox
+import lox.neptune
+
+
+@jax.jit
+@jax.vmap
+def train_and_log(key, learning_rate):
+    run = lox.neptune.init(key, config={"learning_rate": learning_rate}, tags=["ppo"])
+    params, logs = lox.spool(functools.partial(train, key))(learning_rate)
+    lox.neptune.log(run, logs, prefix="train/")
+    lox.neptune.finish(run)
+    return params
+
+
+def main():
+    keys = jax.random.split(jax.random.key(0), SEEDS)
+    jax.block_until_ready(train_and_log(keys, jnp.geomspace(0.003, 0.1, SEEDS)))
+    jax.effects_barrier()
+
+
+if __name__ == "__main__":
+    main()

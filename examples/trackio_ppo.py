@@ -1,0 +1,21 @@
+"""PPO with eight seeds, each a run of Trackio: `python examples/trackio_ppo.py`, then `trackio show --project ppo`."""
+
+import jax
+import jax.numpy as jnp
+from tracked_ppo import SEEDS, train
+
+from lox.loggers import TrackioLogger
+
+
+def main(project="ppo"):
+    keys = jax.random.split(jax.random.key(0), SEEDS)
+    rates = jnp.geomspace(0.003, 0.1, SEEDS)
+    with TrackioLogger(project, group="sweep") as logger:
+        # The runs exist before the training starts, so that they can be used in several compiled functions.
+        runs = jax.vmap(lambda key, rate: logger.init(key, config={"learning_rate": rate}))(keys, rates)
+        tapped = jax.vmap(lambda run, key, rate: logger.tap(train, run, buffer=100)(key, rate))
+        jax.block_until_ready(jax.jit(tapped)(runs, keys, rates))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""`NeptuneLogger`: runs of Neptune."""
+
+import atexit
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from lox.loggers._clients import client
+from lox.loggers._curves import CurveLogger, Points, flat
+from lox.loggers._escape import MARK, NONFINITE, escape, unescape
+from lox.loggers._rows import strict_json
+from lox.loggers._run import Run
+
+# There are many runs in one process, and each would capture the same output and the same hardware.
+_DEFAULTS = dict(capture_stdout=False, capture_stderr=False, capture_hardware_metrics=False, source_files=[])
+_LARGEST_INT = 2**31 - 1  # of the service's integers
+
+
+class NeptuneLogger(CurveLogger):
+    """Logs to Neptune, one run per key.
+
+    The hosted service of Neptune ended in March 2026. What is left is the client's offline mode, which writes JSON to
+    `.neptune/offline`, and servers of one's own. So the mode is "offline" unless `mode` or the environment's
+    `NEPTUNE_MODE` says otherwise.
+
+    ```python
+    with lox.loggers.NeptuneLogger(project="me/ppo") as logger:
+        states = jax.vmap(logger.init)(jax.random.split(key, 8))
+        jax.vmap(lambda state, key: logger.tap(train, state, buffer=100)(key))(states, keys)
+    ```
+
+    A key is a series, `/` in it a namespace. Values are double precision. Neptune's step is the one called `step`, or
+    else the first one that the event has, or else the number of the event; other steps are series of their own. Arrays
+    of up to 64 elements are as many series, `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`.
+
+    Neptune skips NaN and infinities: they are written to a series of strings beside, `loss_xnonfinite_`, at their
+    steps. Names that Neptune cannot have are escaped so that `NeptuneLogger.key_of` finds the key: a series `a/b`
+    beside a series `a` is called `a_x2f_b`. What `init` got as config is in the namespace `config`.
+
+    Args:
+        step: The name of the step that is Neptune's.
+        max_elements: The size of the largest array whose elements are logged one by one.
+        **kwargs: What `neptune.init_run` takes. Capturing of output, hardware and source files is off by default.
+    """
+
+    def __init__(self, *, step: str = "step", max_elements: int = 64, **kwargs: Any):
+        super().__init__(step, max_elements)
+        self._client = client("neptune", "neptune", type(self).__name__.lstrip("_"))
+        self._kwargs = kwargs
+        self._open_runs: set[int] = set()
+
+    @staticmethod
+    def key_of(name: str) -> str:
+        """The key that a series belongs to."""
+        return unescape(name)
+
+    def open(self, run: Run) -> None:
+        """Begin a run of Neptune's."""
+        self._begin(run, self._kwargs)
+
+    def _begin(self, run: Run, kwargs: dict[str, Any]) -> None:
+        self._take_name(run, set())
+        options = {**_DEFAULTS, "name": run.name, **kwargs}
+        if options.get("mode") is None and not os.environ.get("NEPTUNE_MODE"):
+            options["mode"] = "offline"
+        run.resource = _NeptuneRun(self._client.init_run(**options))
+        # The client stops its runs when Python exits, and the last to register is the first to be called: events that
+        # are still queued then have to be written before.
+        self._open_runs.add(run.id)
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+        paths = run.resource.paths
+        for path, value in flat(run.config):
+            run.resource.client[paths.of("config", "config/" + "/".join(path))] = _plain(value)
+
+    def send(self, run: Run, points: list[Points]) -> None:
+        """A call per series."""
+        for name, steps, values in points:
+            path = run.resource.paths.of("key", name)
+            finite = np.isfinite(values)
+            if not finite.all():
+                strange = ~finite
+                texts = [str(x) for x in values[strange].tolist()]
+                run.resource.client[path + NONFINITE].extend(texts, steps=steps[strange].tolist())
+                steps, values = steps[finite], values[finite]
+            if len(steps):
+                run.resource.client[path].extend(values.astype(np.float64).tolist(), steps=steps.tolist())
+
+    def commit(self) -> None:
+        """Make the client write to disk; it sends on its own time, until the run is finished."""
+        for run in list(self._pipeline.runs.values()):
+            if isinstance(run.resource, _NeptuneRun):
+                run.resource.client.wait(disk_only=True)
+
+    def finish(self, run: Run) -> None:
+        """Stop the run, which sends what is left if there is a server."""
+        self._curves.pop(run.id, None)
+        self._open_runs.discard(run.id)
+        if not self._open_runs:
+            atexit.unregister(self.close)
+        run.resource.client.stop()
+
+
+class _NeptuneRun:
+    def __init__(self, client: Any):
+        self.client, self.paths = client, _Paths()
+
+
+class _Paths:
+    """Names of series: a name must not be a namespace of others too."""
+
+    def __init__(self) -> None:
+        self._paths: dict[tuple[str, str], str] = {}
+        self._series: set[str] = set()
+        # What the client writes on its own account.
+        self._namespaces = {"sys", "monitoring", "source_code"}
+
+    def of(self, kind: str, name: str) -> str:
+        path = self._paths.get((kind, name))
+        if path is None:
+            path = self._paths[kind, name] = self._new(name)
+        return path
+
+    def _new(self, name: str) -> str:
+        bad = "" if name and all(name.split("/")) else "/"
+        path = escape(name, bad)
+        if path.split("/")[0] in ("sys", "monitoring", "source_code") or self._series & set(_above(path)):
+            bad, path = "/", escape(name, "/")
+        mark = 0
+        while path in self._series or path in self._namespaces:
+            mark += 1
+            path = escape(name, bad, mark=True) + MARK * (mark - 1)
+        self._series.add(path)
+        self._namespaces.update(_above(path))
+        return path
+
+
+def _above(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def _plain(value: Any) -> Any:
+    """What a field can hold; everything else as text."""
+    if isinstance(value, bool | str) or (isinstance(value, int) and abs(value) <= _LARGEST_INT):
+        return value
+    if isinstance(value, float) and np.isfinite(value):
+        return value
+    return json.dumps(strict_json(value))

@@ -1,0 +1,114 @@
+"""`TrackioLogger`: runs of Trackio."""
+
+import contextvars
+from typing import Any
+
+from lox import _errors
+from lox.loggers._clients import client
+from lox.loggers._curves import CurveLogger, Points
+from lox.loggers._escape import escape, unescape
+from lox.loggers._rows import strict_json
+from lox.loggers._run import Run
+
+# Columns of Trackio's own.
+_RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
+
+
+class TrackioLogger(CurveLogger):
+    """Logs to Trackio, one run per key, all of them live at once.
+
+    ```python
+    with lox.loggers.TrackioLogger("ppo") as logger:  # then: trackio show --project ppo
+        states = jax.vmap(logger.init)(jax.random.split(key, 8))
+        jax.vmap(lambda state, key: logger.tap(train, state, buffer=100)(key))(states, keys)
+    ```
+
+    Keys that are logged together are one row of Trackio's. Its step is the one called `step`, or else the first one
+    that the event has, or else the number of the event; other steps are values in the same row. Arrays of up to 64
+    elements are as many values, `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`. Floats are double precision, NaN
+    and infinities are kept, and so are integers of 64 bits.
+
+    Trackio keeps some names for itself, such as `time`: they are escaped, `time_x_`, and `TrackioLogger.key_of` gives
+    the key. Where the data goes is Trackio's choice, and its environment variables': `TRACKIO_DIR`, `TRACKIO_SPACE_ID`.
+    Its own thread sends rows to a Space or a server, and warns if it cannot; on this machine, `flush` waits for them.
+
+    Args:
+        project: The name of the project.
+        step: The name of the step that is Trackio's.
+        max_elements: The size of the largest array whose elements are logged one by one.
+        **kwargs: What `trackio.init` takes, such as `group` or `space_id`. Metrics of the hardware are logged with the
+            first run only, because they are those of the process.
+    """
+
+    def __init__(self, project: str, *, step: str = "step", max_elements: int = 64, **kwargs: Any):
+        super().__init__(step, max_elements)
+        if not isinstance(project, str) or not project:
+            raise _errors.LogTypeError(f"`project` is {project!r}; it must be the name of a project.")
+        for name in ("name", "config"):
+            if name in kwargs:
+                raise _errors.OptionError(
+                    f"TrackioLogger got {name!r}, which is of a single run. A run has the name of its key; give a "
+                    "config to `init(key, config)`."
+                )
+        self.project = project
+        self._client = client("trackio", "trackio", "TrackioLogger")
+        self._storage = client("trackio.sqlite_storage", "trackio", "TrackioLogger").SQLiteStorage
+        self._variables = client("trackio.context_vars", "trackio", "TrackioLogger")
+        self._kwargs = kwargs
+        self._context: contextvars.Context | None = None
+
+    @staticmethod
+    def key_of(name: str) -> str:
+        """The key that a value in a row belongs to."""
+        return unescape(name)
+
+    def open(self, run: Run) -> None:
+        """Create a run of Trackio's, without ending the one before."""
+        self._take_name(run, set(self._storage.get_runs(self.project)))
+        options = dict(self._kwargs)
+        config = {str(key): x for key, x in run.config.items()}
+        if own := {key: config.pop(key) for key in list(config) if key.startswith("_")}:
+            config["private"] = {**config.get("private", {}), **own}  # where Trackio does not take them for its own
+        if self._context is None:
+            context = contextvars.Context()
+        else:
+            # `trackio.init` ends the run of its context, and rows of it get lost: so each has a context of its own. But
+            # the project stays known, or it would be announced again for every run.
+            context = self._context.copy()
+            context.run(self._variables.current_run.set, None)
+            options = {"auto_log_cpu": False, "auto_log_gpu": False, **options}
+        created = context.run(
+            self._client.init, project=self.project, name=run.name, config=strict_json(config), **options
+        )
+        run.resource = created
+        self._context = self._context or context
+
+    def send(self, run: Run, points: list[Points]) -> None:
+        """A row per event."""
+        rows: dict[bytes, list[Points]] = {}
+        for some in points:
+            rows.setdefault(some.steps.tobytes(), []).append(some)
+        for group in rows.values():
+            names = [row_name(some.name) for some in group]
+            columns = zip(*(some.values.tolist() for some in group), strict=True)
+            for step, values in zip(group[0].steps.tolist(), columns, strict=True):
+                run.resource.log(dict(zip(names, values, strict=True)), step=step)
+
+    def commit(self) -> None:
+        """Have the rows written that wait for Trackio's thread, which has no public way to be asked."""
+        for run in list(self._pipeline.runs.values()):
+            if run.resource is not None and run.resource._is_local:
+                with run.resource._client_lock:
+                    run.resource._flush_queues_inline()
+
+    def finish(self, run: Run) -> None:
+        """Write what is left."""
+        self._curves.pop(run.id, None)
+        run.resource.finish()
+
+
+def row_name(key: str) -> str:
+    """What Trackio calls it."""
+    if key.startswith("__"):
+        return "_x5f_" + escape(key[1:])
+    return escape(key, mark=key in _RESERVED)

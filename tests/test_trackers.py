@@ -1,0 +1,524 @@
+"""Neptune, MLflow and Trackio: their real clients, offline or on a local store, read back value by value."""
+
+import importlib
+import json
+import math
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import logger_cases
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from logger_cases import make_mlflow, make_neptune, make_trackio, read_mlflow, read_neptune, read_trackio
+
+import lox
+import lox.neptune
+from lox.loggers import MLflowLogger, NeptuneLogger, TrackioLogger
+from lox.loggers._escape import escape, unescape
+from lox.loggers._mlflow import metric_name
+from lox.loggers._trackio import row_name
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+needs_neptune = pytest.mark.skipif(not logger_cases.HAS_NEPTUNE, reason="neptune is not installed")
+needs_mlflow = pytest.mark.skipif(not logger_cases.HAS_MLFLOW, reason="mlflow-skinny is not installed")
+needs_trackio = pytest.mark.skipif(not logger_cases.HAS_TRACKIO, reason="trackio is not installed")
+trackers = pytest.mark.parametrize(
+    "make, read",
+    [
+        pytest.param(make_neptune, read_neptune, marks=needs_neptune, id="neptune"),
+        pytest.param(make_mlflow, read_mlflow, marks=needs_mlflow, id="mlflow"),
+        pytest.param(make_trackio, read_trackio, marks=needs_trackio, id="trackio"),
+    ],
+)
+KEY = jax.random.key(7)
+STRANGE = ["a[0]", "a%b", "../x", "", "..", ".", "/", "a//b", "/a", "a/", "é ü", "a\nb", "_x5b_", "pos_x", "x:y", "🙂"]
+STRANGE += [
+    "step",
+    "time",
+    "__a",
+    "sys/name",
+    "sys",
+    "monitoring/a",
+    "loss_xinf_",
+    "loss",
+    "loss/a",
+    "deep/b/c",
+    "deep",
+]
+
+
+# --- names ---
+
+
+@settings(max_examples=50)
+@given(
+    st.text() | st.from_regex("(_|x|5|b|\\[|inf|nonfinite)*", fullmatch=True), st.sampled_from(["", "/", r"^\w/.\- "])
+)
+def test_names_can_be_read_again(name, bad):
+    for mark in (False, True):
+        assert unescape(escape(name, bad, mark)) == name
+        assert unescape(escape(name, bad, mark) + "_x_") == name
+    for logger, name_of in ((MLflowLogger, metric_name), (TrackioLogger, row_name), (NeptuneLogger, escape)):
+        assert logger.key_of(name_of(name)) == name
+    assert MLflowLogger.key_of(metric_name(name) + "_xinf_") == name
+    assert NeptuneLogger.key_of(escape(name) + "_xnonfinite_") == name
+
+
+def test_usual_names_stay():
+    for name in ("loss", "train/loss", "grad_norm", "pos_y", "a.b", "a-b c", "max_xent_loss"):
+        assert metric_name(name) == row_name(name) == escape(name) == name
+    assert [metric_name(name) for name in ("a[0]", "a%b", "../x", "")] == [
+        "a_x5b_0_x5d_",
+        "a_x25_b",
+        "_x2e__x2e__x2f_x",
+        "_x_",
+    ]
+
+
+@needs_mlflow
+@settings(max_examples=50, deadline=None)  # the first one imports the client
+@given(st.text(max_size=30))
+def test_mlflow_accepts_every_name(name):
+    from mlflow.utils.validation import _validate_metric_name
+
+    _validate_metric_name(metric_name(name))
+
+
+@trackers
+def test_strange_names(make, read, tmp_path):
+    with make(tmp_path) as logger:
+        state = logger.init(KEY, config={"deep": {"b": 1}, "a[0]": "text", "_private": [1, 2]})
+        for number, name in enumerate(STRANGE):
+            logger.log(state, {name: number}, step=number)
+    found = {logger.key_of(name): events for name, events in read(logger)["7"].items()}
+    assert found == {name: [({"step": number}, number)] for number, name in enumerate(STRANGE)}
+
+
+# --- values and steps ---
+
+
+@trackers
+def test_values_are_exact(make, read, tmp_path):
+    values = {
+        "f32": np.float32([0.1, -1e-45, 3.4e38]),
+        "f64": np.float64([0.1, 1e-300, 1e300]),
+        "bf16": np.asarray(jnp.bfloat16([0.1, 2.5, -3.0])),
+        "int": np.int32([1, -2, 2**31 - 1]),
+        "bool": np.array([True, False, True]),
+        "large": np.int64([2**53, -(2**53), 0]),
+    }
+    with make(tmp_path) as logger:
+        state = logger.init(KEY)
+        for n in range(3):
+            logger.log(state, {name: x[n] for name, x in values.items()}, step=10 * n)
+    found = read(logger)["7"]
+    assert found.keys() == values.keys()
+    for name, x in values.items():
+        assert found[name] == [
+            ({"step": 10 * n}, v) for n, v in enumerate(x.astype(x.dtype if x.dtype.kind == "i" else float).tolist())
+        ]
+
+
+@trackers
+def test_nan_and_infinities(make, read, tmp_path):
+    with make(tmp_path) as logger:
+        state = logger.init(KEY)
+        for n, x in enumerate([1.0, math.nan, math.inf, -math.inf, 2.0]):
+            logger.log(state, {"loss": x}, step=n)
+    found = {name: [(steps["step"], str(x)) for steps, x in events] for name, events in read(logger)["7"].items()}
+    assert (
+        found
+        == {
+            make_neptune: {
+                "loss": [(0, "1.0"), (4, "2.0")],
+                "loss_xnonfinite_": [(1, "nan"), (2, "inf"), (3, "-inf")],
+            },
+            make_mlflow: {
+                "loss": [(0, "1.0"), (1, "nan"), (2, "nan"), (3, "nan"), (4, "2.0")],
+                "loss_xinf_": [(2, "1.0"), (3, "-1.0")],
+            },
+            make_trackio: {"loss": [(0, "1.0"), (1, "nan"), (2, "inf"), (3, "-inf"), (4, "2.0")]},
+        }[make]
+    )
+
+
+@trackers
+def test_steps(make, read, tmp_path):
+    with make(tmp_path) as logger:
+        state = logger.init(KEY)
+        for n in (5, 3, 3, 3, 9):  # neither sorted nor unique
+            logger.log(state, {"a": 1.0}, step=n)
+        for n in range(2):
+            logger.log(state, {"first": n, "same": n}, epoch=3 * n, time=100)
+            logger.log(state, {"fraction": n}, step=n + 0.5)
+            logger.log(state, {"none": n})
+    assert read(logger)["7"] == {
+        "a": [({"step": n}, 1.0) for n in (5, 3, 3, 3, 9)],
+        "first": [({"step": 0}, 0), ({"step": 3}, 1)],
+        "same": [({"step": 0}, 0), ({"step": 3}, 1)],
+        ("time_x_" if make is make_trackio else "time"): [({"step": 0}, 100), ({"step": 3}, 100)],
+        "fraction": [({"step": 0}, 0), ({"step": 1}, 1)],
+        ("step_x_" if make is make_trackio else "step"): [({"step": 0}, 0.5), ({"step": 1}, 1.5)],
+        "none": [({"step": 0}, 0), ({"step": 1}, 1)],
+    }
+
+
+@trackers
+def test_another_step_may_count(make, read, tmp_path):
+    with make(tmp_path, step="epoch") as logger:
+        logger.log(logger.init(KEY), {"a": 1.0}, step=5, epoch=2)
+    assert read(logger)["7"]["a"] == [({"step": 2}, 1.0)]
+
+
+@trackers
+def test_arrays_and_pytrees(make, read, tmp_path):
+    def f(x):
+        lox.log({"v": jnp.stack([x, 2 * x]), "tree": {"a": x, "b": (x, -x)}, "z": x + 1j}, step=0)
+        jax.vmap(lambda y: lox.log({"inner": x * y}, step=y))(jnp.arange(3))
+
+        jax.vmap(lambda y: lox.log({"both": x * y}, step=y, epoch=9))(jnp.arange(2))
+
+    with jax.numpy_dtype_promotion("standard"), make(tmp_path) as logger:
+        logger.spool(f, logger.init(KEY))(3.0)
+    at = {"step": 0}
+    assert read(logger)["7"] == {
+        "v/0": [(at, 3.0)],
+        "v/1": [(at, 6.0)],
+        "tree/a": [(at, 3.0)],
+        "tree/b/0": [(at, 3.0)],
+        "tree/b/1": [(at, -3.0)],
+        "z/real": [(at, 3.0)],
+        "z/imag": [(at, 1.0)],
+        **{f"inner/{n}": [({"step": n}, 3.0 * n)] for n in range(3)},
+        **{f"both/{n}": [({"step": n}, 3.0 * n)] for n in range(2)},
+        **{f"epoch/{n}": [({"step": n}, 9)] for n in range(2)},
+    }
+
+
+@trackers
+def test_large_arrays_are_refused_and_the_rest_is_written(make, read, tmp_path):
+    logger = make(tmp_path)
+    state = logger.init(KEY)
+    with pytest.warns(lox.LoxWarning, match="did not write 'w'"):
+        logger.log(state, {"w": np.zeros((10, 10)), "a": 1.0}, step=0)
+        with pytest.raises(lox.LogTypeError, match=r"did not write 'w': 'w' has 100 elements .*max_elements=100\)"):
+            logger.flush()
+    logger.close()
+    assert read(logger)["7"] == {"a": [({"step": 0}, 1.0)]}
+    with make(tmp_path / "b", max_elements=100) as logger:
+        logger.log(logger.init(jax.random.key(8)), {"w": np.zeros((10, 10))}, step=0)
+    found = [run for name, run in read(logger).items() if name == "8"]
+    assert len(found[0]) == 100
+
+
+@trackers
+def test_options_are_checked(make, read, tmp_path):
+    with pytest.raises(lox.LogTypeError, match="`step` is 3"):
+        make(tmp_path, step=3)
+    with pytest.raises(lox.OptionError, match="`max_elements` is 0"):
+        make(tmp_path, max_elements=0)
+
+
+# --- MLflow ---
+
+
+def mlflow_client():
+    import mlflow
+
+    return mlflow.MlflowClient(logger_cases.mlflow_uri())
+
+
+def mlflow_runs(experiment):
+    client = mlflow_client()
+    return client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+
+
+@needs_mlflow
+def test_mlflow_batches_parameters_and_tags(tmp_path):
+    config = {"lr": 0.1, "net": {"sizes": [3, 4], "name": "mlp"}, "net.name": None, **{f"p{n}": n for n in range(150)}}
+    with make_mlflow(tmp_path, tags={"sweep": 3}) as logger:
+        state = logger.init(KEY, config)
+        logger.spool(lambda: jax.lax.map(lambda i: lox.log({"x": i, "y": -i}, step=i), jnp.arange(1501)), state)()
+        assert mlflow_runs(logger.experiment)[0].info.status == "RUNNING"
+    (run,) = mlflow_runs(logger.experiment)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["sweep"] == "3"
+    params = {"lr": "0.1", "net.sizes": "[3, 4]", "net.name": "mlp", "net.name_x_": "null"}
+    assert run.data.params == {**params, **{f"p{n}": str(n) for n in range(150)}}
+    found = read_mlflow(logger)["7"]
+    assert found["x"] == [({"step": n}, n) for n in range(1501)]
+    assert found["y"] == [({"step": n}, -n) for n in range(1501)]
+
+
+@needs_mlflow
+def test_mlflow_names_continue_in_the_store(tmp_path):
+    for _ in range(2):
+        with make_mlflow(tmp_path) as logger:
+            logger.init(KEY)
+    assert sorted(run.info.run_name for run in mlflow_runs(str(tmp_path))) == ["7", "7.1"]
+
+
+@needs_mlflow
+def test_mlflow_messages(tmp_path):
+    with pytest.raises(lox.LogTypeError, match="`experiment` is ''"):
+        MLflowLogger("")
+    logger = make_mlflow(tmp_path)
+    with pytest.raises(lox.LogTypeError, match=r"config 'a\.b' with 7000 characters: MLflow's parameters have at most"):
+        logger.init(KEY, {"a": {"b": "x" * 7000}})
+    state = logger.init(KEY)
+    with pytest.warns(lox.LoxWarning):
+        logger.log(state, {"k" * 300: 1.0, "a": 2.0})
+        with pytest.raises(
+            lox.LogTypeError, match=r"MLflow's names have at most 250 characters.*Give it a shorter key"
+        ):
+            logger.close()
+    assert read_mlflow(logger)["7"] == {"a": [({"step": 0}, 2.0)]}
+
+
+# --- Trackio ---
+
+
+@needs_trackio
+def test_trackio_rows_config_and_live_runs(tmp_path):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    with make_trackio(tmp_path, group="sweep") as logger:
+        states = [logger.init(jax.random.key(n), {"lr": n, "_x": 1, "private": {"a": 2}}) for n in range(4)]
+        for step in range(50):  # all of them at once
+            for n, state in enumerate(states):
+                logger.log(state, {"a": n, "b": step}, step=step)
+    for n in range(4):
+        rows = SQLiteStorage.get_logs(logger.project, str(n))
+        assert [(row["step"], row["a"], row["b"]) for row in rows] == [(step, n, step) for step in range(50)]
+        config = SQLiteStorage.get_run_config(logger.project, str(n))
+        assert (config["lr"], config["private"], config["_Group"]) == (n, {"a": 2, "_x": 1}, "sweep")
+
+
+@needs_trackio
+def test_trackio_options(tmp_path):
+    with pytest.raises(lox.LogTypeError, match="`project` is ''"):
+        TrackioLogger("")
+    with pytest.raises(lox.OptionError, match="got 'name', which is of a single run"):
+        TrackioLogger("p", name="a")
+
+
+# --- Neptune, also as functions ---
+
+
+def neptune_fields(path):
+    fields = {}
+    for file in path.glob("offline/*/data-1.log"):
+        operations = [json.loads(line)["obj"] for line in file.read_text().splitlines()]
+        values = {"/".join(o["path"]): o.get("value", o.get("values")) for o in operations}
+        fields[values["sys/name"]] = values
+    return fields
+
+
+@needs_neptune
+def test_neptune_config_and_kwargs(tmp_path):
+    config = {"lr": 0.5, "n": 3, "big": 2**40, "none": None, "net": {"sizes": np.arange(2), "on": True}, "x/y": "z"}
+    with make_neptune(tmp_path, tags=["a"], description="d") as logger:
+        logger.log(logger.init(KEY, config), {"config/lr": 1.0, "config": 2.0}, step=0)
+    fields = neptune_fields(tmp_path)["7"]
+    assert {name: x for name, x in fields.items() if name.startswith("config/") or name.startswith("sys/")} == {
+        **{name: x for name, x in fields.items() if name in ("sys/hostname", "sys/failed")},
+        "sys/name": "7",
+        "sys/tags": ["a"],
+        "sys/description": "d",
+        "config/lr": 0.5,
+        "config/n": 3,
+        "config/big": str(2**40),
+        "config/none": "null",
+        "config/net/sizes": "[0, 1]",
+        "config/net/on": True,
+        "config/x/y": "z",
+    } | {"config/lr_x_": fields["config/lr_x_"]}
+    assert read_neptune(logger)["7"].keys() == {"config/lr_x_", "config_x_"}
+
+
+@pytest.fixture
+def neptune_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEPTUNE_DATA_DIRECTORY", str(tmp_path))
+    return tmp_path
+
+
+@needs_neptune
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_neptune_functions_under_vmap(jit, neptune_folder):
+    @jit
+    @jax.vmap
+    def train(key, rate):
+        run = lox.neptune.init(key, config={"rate": rate}, tags=["ppo"])
+        for step in range(3):
+            lox.neptune.log(run, {"loss": rate * step}, prefix="train/", step=step)
+        lox.neptune.finish(run)
+        return run
+
+    runs = train(jax.vmap(jax.random.key)(jnp.arange(3)), jnp.array([1.0, 2.0, 4.0]))
+    jax.effects_barrier()
+    names = sorted(read_neptune(neptune_folder))
+    for name, rate in zip(names, [1.0, 2.0, 4.0], strict=True):
+        series = read_neptune(neptune_folder)[name]
+        assert series == {"train/loss": [({"step": n}, rate * n) for n in range(3)]}
+        fields = neptune_fields(neptune_folder)[name]
+        assert (fields["config/rate"], fields["sys/tags"]) == (rate, ["ppo"])
+    with pytest.raises(lox.LoxError, match="is finished: `init` begins a new one"):
+        lox.neptune.log(jax.tree.map(lambda x: x[0], runs), {"a": 1})
+
+
+@needs_neptune
+def test_neptune_functions_eagerly(neptune_folder):
+    one = lox.neptune.init(jax.random.key(1), name="one")
+    two = lox.neptune.init(jax.random.key(1), name="two", mode="offline")
+    lox.neptune.log(one, {"a": 1.0})
+    jax.jit(lambda run, x: lox.neptune.log(run, lox.spool(lambda x: lox.log({"a": x}, step=x))(x)[1]))(two, 5)
+    lox.neptune.finish(one)
+    lox.neptune.finish(two)
+    assert read_neptune(neptune_folder) == {"one": {"a": [({"step": 0}, 1.0)]}, "two": {"a": [({"step": 5}, 5.0)]}}
+    for use in (lambda: lox.neptune.finish(one), lambda: lox.neptune.log(one, {"a": 2})):
+        with pytest.raises(lox.LoxError, match="is finished: `init` begins a new one"):
+            use()
+
+
+@needs_neptune
+def test_neptune_finish_raises_what_went_wrong(neptune_folder):
+    run = lox.neptune.init(jax.random.key(2))
+    with pytest.warns(lox.LoxWarning, match="did not write 'w'"):
+        lox.neptune.log(run, {"w": np.zeros(100)})
+        with pytest.raises(lox.LogTypeError, match="did not write 'w'"):
+            lox.neptune.finish(run)
+    with pytest.raises(lox.LoxError, match="is finished"):
+        lox.neptune.finish(run)
+    with pytest.raises(lox.LogTypeError, match="`config` is 3"):
+        lox.neptune.init(KEY, 3)
+
+
+@needs_neptune
+def test_neptune_runs_may_end_in_some_lanes_only(neptune_folder):
+    runs = jax.jit(jax.vmap(lox.neptune.init))(jax.vmap(jax.random.key)(jnp.arange(100, 102)))
+
+    @jax.jit
+    @jax.vmap
+    def train(run, number):
+        lox.neptune.log(run, {"a": number})
+        jax.lax.cond(number > 0, lambda: lox.neptune.finish(run), lambda: None)
+
+    train(runs, jnp.arange(2))
+    jax.effects_barrier()
+    first, second = (jax.tree.map(lambda x, n=n: x[n], runs) for n in range(2))
+    lox.neptune.log(first, {"a": 5})
+    with pytest.raises(lox.LoxError, match="run '101' is finished"):
+        lox.neptune.log(second, {"a": 5})
+    lox.neptune.finish(first)
+    events = {"100": {"a": [({"step": 0}, 0), ({"step": 1}, 5)]}, "101": {"a": [({"step": 0}, 1)]}}
+    assert read_neptune(neptune_folder) == events
+
+
+# --- at the end of the process ---
+
+
+@needs_neptune
+@needs_trackio
+def test_what_nobody_closed_is_written_at_exit(tmp_path):
+    """The clients end their runs at exit too, and must not be first."""
+    script = """
+import jax, jax.numpy as jnp, lox, lox.neptune, time
+from lox.loggers import NeptuneLogger, TrackioLogger
+
+def slowly(logger):
+    write = logger.write_lanes
+    logger.write_lanes = lambda *args: (time.sleep(0.3), write(*args))
+    return logger
+
+run = lox.neptune.init(jax.random.key(1))
+for logger in slowly(NeptuneLogger()), slowly(TrackioLogger("p", auto_log_cpu=False, auto_log_gpu=False)):
+    logger.log(logger.init(jax.random.key(2)), {"a": 3}, step=4)
+lox.neptune.log(run, {"a": 3}, step=4)
+"""
+    environment = {**os.environ, "NEPTUNE_DATA_DIRECTORY": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio")}
+    done = subprocess.run([sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True)
+    assert "Error" not in done.stderr, done.stderr
+    assert read_neptune(tmp_path) == {name: {"a": [({"step": 4}, 3.0)]} for name in "12"}
+    with sqlite3.connect(tmp_path / "trackio" / "p.db") as database:
+        assert [(s, json.loads(m)) for s, m in database.execute("SELECT step, metrics FROM metrics")] == [(4, {"a": 3})]
+    database.close()
+
+
+# --- without the clients ---
+
+
+def test_what_to_install_is_said_at_first_use():
+    """In a process of its own, in which none of the clients can be found."""
+    script = """
+import sys
+for name in ("neptune", "mlflow", "sqlalchemy", "trackio"):
+    sys.modules[name] = None
+import jax, lox, lox.neptune
+for extra, use in {
+    "neptune": lambda: lox.neptune.init(jax.random.key(0)),
+    "neptune ": lambda: lox.loggers.NeptuneLogger(),
+    "mlflow": lambda: lox.loggers.MLflowLogger(),
+    "trackio": lambda: lox.loggers.TrackioLogger("p"),
+}.items():
+    try:
+        use()
+    except ImportError as error:
+        assert f"pip install 'lox-jax[{extra.strip()}]'" in str(error), error
+    else:
+        raise AssertionError(extra)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# --- the examples ---
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with jax.numpy_dtype_promotion("standard"):
+        yield importlib.import_module
+
+
+def check_ppo(runs, prefix=""):
+    assert len(runs) == 8
+    for run in runs.values():
+        assert {name: len(events) for name, events in run.items()} == {
+            f"{prefix}loss/policy": 80,
+            f"{prefix}loss/value": 80,
+            f"{prefix}return": 20,
+            f"{prefix}std": 20,
+            **{f"{prefix}mean/{n}": 20 for n in range(3)},
+        }
+        assert [steps["step"] for steps, _ in run[f"{prefix}return"]] == list(range(20))
+        assert [steps["step"] for steps, _ in run[f"{prefix}loss/value"]] == [n // 4 for n in range(80)]
+    best = max(np.mean([value for _, value in run[f"{prefix}return"][-5:]]) for run in runs.values())
+    first = np.mean([run[f"{prefix}return"][0][1] for run in runs.values()])
+    assert best > first  # it learns
+
+
+@needs_neptune
+def test_neptune_example(example, neptune_folder):
+    example("neptune_ppo").main()
+    check_ppo(read_neptune(neptune_folder), "train/")
+
+
+@needs_mlflow
+def test_mlflow_example(example):
+    example("mlflow_ppo").main(logger_cases.mlflow_uri())
+    logger = MLflowLogger("ppo", logger_cases.mlflow_uri())
+    check_ppo(read_mlflow(logger))
+
+
+@needs_trackio
+def test_trackio_example(example, tmp_path):
+    project = make_trackio(tmp_path).project
+    example("trackio_ppo").main(project)
+    check_ppo(read_trackio(TrackioLogger(project)))
