@@ -23,3 +23,4 @@ from lox.loggers._jsonl import JsonlLogger as JsonlLogger
 from lox.loggers._multi import MultiLogger as MultiLogger
 from lox.loggers._run import LoggerState as LoggerState
 from lox.loggers._run import Run as Run
+from lox.loggers._tensorboard import TensorBoardLogger as TensorBoardLogger

@@ -5,7 +5,7 @@ logged together, by one `lox.log`, so stand together.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -106,9 +106,9 @@ def strict_json(value: Any) -> Any:
 class Labels:
     """Names for the columns of one file: a step and a key may have the same name, two columns may not."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Iterable[str] = ()) -> None:
         self._labels: dict[tuple[str, str], str] = {}
-        self._taken: set[str] = set()
+        self._taken: set[str] = set(taken)
 
     def of(self, kind: str, name: str) -> str:
         """The column of a step or of a key; whoever comes second to a name has its kind added."""
