@@ -89,7 +89,9 @@ class Histogram:
     sum: Any
     sum_squares: Any
 
-    def __init__(self, values: Any, bins: int | Sequence[float] | None = None, range: tuple[float, float] | None = None):
+    def __init__(
+        self, values: Any, bins: int | Sequence[float] | None = None, range: tuple[float, float] | None = None
+    ):
         self._edges = _edges(bins, range)
         leaves = [_numbers(x) for x in jax.tree.leaves(values)]
         if not leaves:
@@ -167,8 +169,8 @@ def _edges(bins: Any, ends: Any) -> Edges:
         low, high = _known(ends, "range")
         if bins < 1 or not low < high:
             raise _errors.OptionError(
-                f"`lox.Histogram` got `bins={bins}` and `range={ends!r}`: it takes at least one bin, and two increasing "
-                "finite numbers."
+                f"`lox.Histogram` got `bins={bins}` and `range={ends!r}`: it takes at least one bin, and two "
+                "increasing finite numbers."
             )
         return Edges(np.linspace(low, high, bins + 1))
     if ends is not None:
@@ -190,9 +192,8 @@ def _known(numbers: Any, what: str) -> list[float]:
     except (TypeError, ValueError) as error:
         raise _errors.OptionError(f"`lox.Histogram` got `{what}={numbers!r}`, which are not numbers.") from error
     if values.ndim != 1 or not np.isfinite(values).all() or (what == "range" and len(values) != 2):
-        raise _errors.OptionError(
-            f"`lox.Histogram` got `{what}={numbers!r}`: give it {'two' if what == 'range' else 'a list of'} finite numbers."
-        )
+        many = "two" if what == "range" else "a list of"
+        raise _errors.OptionError(f"`lox.Histogram` got `{what}={numbers!r}`: give it {many} finite numbers.")
     return values.tolist()
 
 

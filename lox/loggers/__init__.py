@@ -24,3 +24,4 @@ from lox.loggers._multi import MultiLogger as MultiLogger
 from lox.loggers._run import LoggerState as LoggerState
 from lox.loggers._run import Run as Run
 from lox.loggers._tensorboard import TensorBoardLogger as TensorBoardLogger
+from lox.loggers._wandb import WandbLogger as WandbLogger

@@ -70,93 +70,100 @@ class Sorter:
         return entries, errors
 
     def _entries(self, logs: logdict, key: str, lead: int) -> Iterator[Entry]:
+        flags = iter(logs._layout(key).flags)
+        for path, value in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=_is_shown_whole):
+            own_flags = [next(flags) for _ in jax.tree.leaves(value)]
+            node = _Node(logs, key, "".join("/" + _text(part) for part in path), own_flags[0], lead, self._labels)
+            if isinstance(value, Histogram):
+                yield node.histogram(value)
+            elif isinstance(value, Image):
+                yield from node.pictures(value)
+            else:
+                yield from self._numbers(node, np.asarray(value))
+
+    def _numbers(self, node: "_Node", x: np.ndarray) -> Iterator[Entry]:
+        shape = x.shape[node.lead :]
+        few = math.prod(shape) <= MOST_ELEMENTS
+        if few and x.dtype.kind == "c":
+            yield from node.elements(np.real(x), "/real")
+            yield from node.elements(np.imag(x), "/imag")
+        elif few and (self._arrays == "elements" or not shape):
+            yield from node.elements(x)
+        elif self._arrays == "histogram" and x.dtype.kind != "c":
+            yield node.histogram(_host_histogram(x, node.lead, node.depth))
+        else:
+            raise _errors.LogTypeError(
+                f"{self._owner} cannot show {node.key!r}: it is an array of {x.dtype} with shape {shape}, and only "
+                f"arrays of up to {MOST_ELEMENTS} elements are shown, as one series each.\n"
+                "Log `lox.Histogram(x)` or `lox.Image(x)` under that name, or a number such as `x.mean()`;\n"
+                "or make the logger with `arrays='histogram'`."
+            )
+
+
+class _Node:
+    """One leaf of one key: what it becomes, with its steps and its mask."""
+
+    def __init__(self, logs: logdict, key: str, path: str, flags: Flags, lead: int, labels: Labels):
+        self.key, self.lead = key, lead
+        self.depth = sum(map(bool, flags))  # lanes inside the run
         layout = logs._layout(key)
-        leaf_flags = iter(layout.flags)
-        nodes = jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=lambda x: isinstance(x, Histogram | Image))
-        valid_flags = layout.valid_flags if key in logs.valid else ()
         step_flags = dict(layout.step_flags)
-        for path, node in nodes:
-            flags = [next(leaf_flags) for _ in jax.tree.leaves(node)][0]
-            name = key + "".join("/" + _text(part) for part in path)
-            source = f"in {key}" if path else "key"
+        self._path, self._flags, self._labels = path, flags, labels
+        self._steps = {name: (of[key], step_flags.get(name, ())) for name, of in logs.steps.items() if key in of}
+        self._valid = (logs.valid[key], layout.valid_flags) if key in logs.valid else None
 
-            def spread(x: np.ndarray, of: Flags, lanes: tuple[int, ...], flags: Flags = flags) -> np.ndarray:
-                return _spread(x, of, flags, lanes, lead)
+    def elements(self, x: np.ndarray, suffix: str = "") -> Iterator[Entry]:
+        """A series for every element."""
+        shape = x.shape[self.lead :]
+        for index in np.ndindex(shape):
+            name = self._path + "".join(f"/{i}" for i in index) + suffix
+            yield self._entry(name, x[(Ellipsis, *index)], index[: self.depth], shape[: self.depth])
 
-            def entry(
-                value: Any,
-                index: tuple[int, ...],
-                lanes: tuple[int, ...],
-                suffix: str = "",
-                name: str = name,
-                source: str = source,
-                spread: Any = spread,
-            ) -> Entry:
-                at = (Ellipsis, *index)
-                steps = {
-                    step: spread(of[key], step_flags.get(step, ()), lanes)[at]
-                    for step, of in logs.steps.items()
-                    if key in of
-                }
-                valid = spread(logs.valid[key], valid_flags, lanes)[at] if key in logs.valid else None
-                label = f"in {key}" if suffix else source
-                return Entry(self._labels.of(label, name + suffix), value, steps, valid)
+    def pictures(self, image: Image) -> Iterator[Entry]:
+        """A picture for every lane."""
+        lanes = image.pixels.shape[self.lead : -3]
+        for index in np.ndindex(lanes):
+            # A mean of pictures, which some reductions make, is one too once it is bytes.
+            pixels = np.clip(np.round(image.pixels[(slice(None),) * self.lead + index]), 0, 255).astype(np.uint8)
+            name = self._path + "".join(f"/{i}" for i in index)
+            yield self._entry(name, Image.tree_unflatten(None, [pixels]), index, lanes)
 
-            if isinstance(node, Histogram):
-                valid = logs.valid.get(key)
-                yield self._merged(node, entry, None if valid is None else spread, valid, valid_flags, lead)
-            elif isinstance(node, Image):
-                lanes = node.pixels.shape[lead:-3]
-                for index in np.ndindex(lanes):
-                    picture = jax.tree.map(lambda x, i=index: x[(slice(None),) * lead + i], node)
-                    yield entry(picture, index, lanes, _suffix(index))
-            else:
-                yield from self._numbers(key, np.asarray(node), entry, sum(map(bool, flags)), lead)
-
-    def _numbers(self, key: str, x: np.ndarray, entry: Any, depth: int, lead: int) -> Iterator[Entry]:
-        shape = x.shape[lead:]
-        if x.dtype.kind == "c":
-            for part, suffix in ((x.real, "/real"), (x.imag, "/imag")):
-                if math.prod(shape) > MOST_ELEMENTS:
-                    break
-                for index in np.ndindex(shape):
-                    yield entry(part[(Ellipsis, *index)], index[:depth], shape[:depth], _suffix(index) + suffix)
-            else:
-                return
-        elif math.prod(shape) <= MOST_ELEMENTS and (self._arrays == "elements" or not shape):
-            for index in np.ndindex(shape):
-                yield entry(x[(Ellipsis, *index)], index[:depth], shape[:depth], _suffix(index))
-            return
-        elif self._arrays == "histogram":
-            item = x.reshape(*x.shape[:lead], *shape[:depth], -1)
-            for index in np.ndindex(shape[:depth]):
-                values = item[(slice(None),) * lead + index]
-                yield entry(_host_histogram(values, lead), index, shape[:depth], _suffix(index))
-            return
-        raise _errors.LogTypeError(
-            f"{self._owner} cannot show {key!r}: it is an array of {x.dtype} with shape {shape}, and only arrays of up "
-            f"to {MOST_ELEMENTS} elements are shown, as one series each.\n"
-            f"Log `lox.Histogram(x)` or `lox.Image(x)` under that name, or a number such as `x.mean()`;\n"
-            f"or make the logger with `arrays='histogram'`."
-        )
-
-    def _merged(self, node: Histogram, entry: Any, spread: Any, valid: Any, valid_flags: Flags, lead: int) -> Entry:
-        """One histogram per event, of all lanes inside the run in which it happened."""
-        lanes = node.counts.shape[lead:-1]
-        inner = tuple(range(lead, lead + len(lanes)))
-        mask = None if valid is None or not lanes else spread(valid, valid_flags, lanes)
+    def histogram(self, value: Histogram) -> Entry:
+        """One for all lanes in which the event happened."""
+        lanes = value.counts.shape[self.lead : -1]
+        inner = tuple(range(self.lead, self.lead + len(lanes)))
+        mask = None if self._valid is None or not lanes else self._with_lanes(*self._valid, lanes)
 
         def merge(x: np.ndarray) -> np.ndarray:
             if mask is not None:
                 x = np.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0)
             return x.sum(inner) if inner else x
 
-        merged = jax.tree.map(merge, node)
         # The steps of the first lane: they are those of all, unless the program gave each lane its own.
-        made = entry(merged, (0,) * len(lanes), lanes)
-        if mask is not None:
-            made = dataclasses.replace(made, valid=mask.any(inner))
-        return made
+        entry = self._entry(self._path, jax.tree.map(merge, value), (0,) * len(lanes), lanes)
+        return entry if mask is None else dataclasses.replace(entry, valid=mask.any(inner))
+
+    def _entry(self, path: str, value: Any, index: tuple[int, ...], lanes: tuple[int, ...]) -> Entry:
+        at = (Ellipsis, *index)
+        steps = {name: self._with_lanes(*step, lanes)[at] for name, step in self._steps.items()}
+        valid = None if self._valid is None else self._with_lanes(*self._valid, lanes)[at]
+        name = self._labels.of(f"in {self.key}" if path else "key", self.key + path)
+        return Entry(name, value, steps, valid)
+
+    def _with_lanes(self, x: np.ndarray, flags: Flags, lanes: tuple[int, ...]) -> np.ndarray:
+        """A step or a mask with the lanes of the value: repeated along those it lacks, any of those the value lacks."""
+        present = [n for n, flag in enumerate(flags) if flag]
+        wanted = [n for n, flag in enumerate(self._flags) if flag]
+        gone = tuple(self.lead + axis for axis, n in enumerate(present) if n not in wanted)
+        if gone:
+            x = x.any(gone) if x.dtype == bool else x.max(gone)
+            present = [n for n in present if n in wanted]
+        x = x[(slice(None),) * self.lead + tuple(slice(None) if n in present else None for n in wanted)]
+        return np.broadcast_to(x, (*x.shape[: self.lead], *lanes))
+
+
+def _is_shown_whole(value: Any) -> bool:
+    return isinstance(value, Histogram | Image)
 
 
 def raise_problems(errors: list[Exception]) -> None:
@@ -174,25 +181,10 @@ def _text(part: Any) -> str:
     return str(part)
 
 
-def _suffix(index: tuple[int, ...]) -> str:
-    return "".join(f"/{i}" for i in index)
-
-
-def _spread(x: np.ndarray, of: Flags, flags: Flags, lanes: tuple[int, ...], lead: int) -> np.ndarray:
-    """A step or a mask with the lanes of a value: repeated along those it lacks, any of those the value lacks."""
-    present = [n for n, flag in enumerate(of) if flag]
-    wanted = [n for n, flag in enumerate(flags) if flag]
-    gone = tuple(lead + axis for axis, n in enumerate(present) if n not in wanted)
-    if gone:
-        x = x.any(gone) if x.dtype == bool else x.max(gone)
-        present = [n for n in present if n in wanted]
-    x = x[(slice(None),) * lead + tuple(slice(None) if n in present else None for n in wanted)]
-    return np.broadcast_to(x, (*x.shape[:lead], *lanes))
-
-
-def _host_histogram(values: np.ndarray, lead: int, bins: int = 64) -> Histogram:
+def _host_histogram(values: np.ndarray, lead: int, depth: int, bins: int = 64) -> Histogram:
     """Histograms of arrays that are on the host already, over the range of all their values."""
-    x = values.astype(np.float64)
+    lead += depth
+    x = values.astype(np.float64).reshape(*values.shape[:lead], -1)
     finite = np.isfinite(x)
     low, high = (float(x[finite].min()), float(x[finite].max())) if finite.any() else (0.0, 1.0)
     if not np.float32(low) < np.float32(high):

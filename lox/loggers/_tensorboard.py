@@ -91,7 +91,7 @@ class TensorBoardLogger(Logger):
 
     def _receive_text(self, key: str, text: str, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
         del eager
-        numbers, steps, happened = [_of_all_lanes(x, lanes) for x in (*operands, where)]
+        numbers, steps, happened = [_host.of_all_lanes(x, lanes) for x in (*operands, where)]
         for number, step in zip(numbers[happened].tolist(), steps[happened].tolist(), strict=True):
             with self._pipeline.isolated(f"writing the text {key!r}"):
                 self._append(self._pipeline.runs[number], _tfevents.text(key, step, text, time.time()))
@@ -210,8 +210,3 @@ def _media(name: str, step: int, value: Any, wall: float) -> bytes:
         return _tfevents.histogram(name, step, value, wall)
     assert isinstance(value, Image)
     return _tfevents.image(name, step, value.pixels, wall)
-
-
-def _of_all_lanes(x: Laned, lanes: tuple[int, ...]) -> np.ndarray:
-    index = tuple(slice(None) if flag else None for flag in x.flags)
-    return np.broadcast_to(x.tree[index], lanes).reshape(-1)
