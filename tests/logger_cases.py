@@ -7,6 +7,7 @@ of a run to its keys, each a list of events `(steps, value)` in order.
 import contextlib
 import csv
 import dataclasses
+import importlib.util
 import io
 import json
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import wandb_file
 
 import lox
-from lox.loggers import ConsoleLogger, CsvLogger, JsonlLogger, MultiLogger
+from lox.loggers import ConsoleLogger, CsvLogger, JsonlLogger, MultiLogger, TensorBoardLogger, WandbLogger
 
 Events = dict[str, dict[str, list[tuple[dict[str, Any], Any]]]]
 
@@ -27,6 +29,8 @@ class Case:
     make: Callable[[Any], lox.Logger]  # in a folder
     read: Callable[[lox.Logger], Events] | None  # None: it keeps nothing that could be read
     reads_arrays: bool = True
+    reads_while_open: bool = True  # what is written can be read before the logger is closed
+    stored: Callable[[Events], Events] = lambda events: events  # what the format makes of what was logged
 
     def __repr__(self):
         return self.name
@@ -101,6 +105,37 @@ def _add_row(run, row):
             run.setdefault(key, []).append((steps, value))
 
 
+def _one_step(events):
+    """An event in TensorBoard has one step: without any, its number."""
+    return {
+        run: {key: [({"step": s.get("step", n)}, v) for n, (s, v) in enumerate(of)] for key, of in keys.items()}
+        for run, keys in events.items()
+    }
+
+
+def _read_tensorboard(logger):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events: Events = {}
+    for folder in logger.path.iterdir():
+        found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+        # Steps beyond the first are scalars of their own.
+        keys = [key for key in found.Tags()["scalars"] if key != "episode"]
+        events[folder.name] = {key: [({"step": e.step}, e.value) for e in found.Scalars(key)] for key in keys}
+    return events
+
+
+def _make_wandb(path):
+    settings = {"silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
+    logger = WandbLogger(mode="offline", dir=str(path), project="contract", settings=settings)
+    logger.path = path
+    return logger
+
+
+def _read_wandb(logger):
+    return {name: file.events("step", "episode") for name, file in wandb_file.read_all(logger.path).items()}
+
+
 def _quiet_console():
     from rich.console import Console
 
@@ -118,6 +153,10 @@ CASES = [
         lambda logger: _same([logger.loggers[0].events, _read_jsonl(logger.loggers[1])]),
     ),
 ]
+if importlib.util.find_spec("tensorboard"):
+    CASES.append(Case("tensorboard", TensorBoardLogger, _read_tensorboard, stored=_one_step))
+if importlib.util.find_spec("wandb"):
+    CASES.append(Case("wandb", _make_wandb, _read_wandb, reads_while_open=False))
 with contextlib.suppress(ImportError):
     import rich  # noqa: F401
 

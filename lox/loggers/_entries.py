@@ -18,7 +18,7 @@ from lox._histogram import Histogram
 from lox._image import Image
 from lox._lanes import Flags
 from lox._logdict import logdict
-from lox.loggers._rows import Labels
+from lox.loggers._rows import Labels, is_shown_whole
 
 MOST_ELEMENTS = 64
 CHOICES = ("elements", "histogram")
@@ -71,7 +71,7 @@ class Sorter:
 
     def _entries(self, logs: logdict, key: str, lead: int) -> Iterator[Entry]:
         flags = iter(logs._layout(key).flags)
-        for path, value in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=_is_shown_whole):
+        for path, value in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_shown_whole):
             own_flags = [next(flags) for _ in jax.tree.leaves(value)]
             node = _Node(logs, key, "".join("/" + _text(part) for part in path), own_flags[0], lead, self._labels)
             if isinstance(value, Histogram):
@@ -160,10 +160,6 @@ class _Node:
             present = [n for n in present if n in wanted]
         x = x[(slice(None),) * self.lead + tuple(slice(None) if n in present else None for n in wanted)]
         return np.broadcast_to(x, (*x.shape[: self.lead], *lanes))
-
-
-def _is_shown_whole(value: Any) -> bool:
-    return isinstance(value, Histogram | Image)
 
 
 def raise_problems(errors: list[Exception]) -> None:

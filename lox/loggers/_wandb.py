@@ -38,16 +38,23 @@ def client() -> Any:
     return wandb
 
 
+Steps = tuple[tuple[str, Any], ...]  # names and numbers
+
+
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    steps: tuple[tuple[str, Any], ...]  # by column, in order
+    steps: Steps
     cells: dict[str, Any]
 
     @property
     def wanted(self) -> int | None:
         """The step that the row would like to have."""
-        step = dict(self.steps).get(_MAIN)
-        return step if isinstance(step, int) and step >= 0 else None
+        return _wanted(self.steps)
+
+
+def _wanted(steps: Steps) -> int | None:
+    step = dict(steps).get(_MAIN)
+    return step if isinstance(step, int) and step >= 0 else None
 
 
 class _Rows:
@@ -60,8 +67,8 @@ class _Rows:
         self._axes: dict[str, str | None] = {}  # by name
 
     def write(self, rows: list[_Row], columns: Mapping[str, str]) -> None:
-        """Write rows in the order of their steps; `columns` are those of the steps."""
-        for row in sorted(rows, key=lambda row: (row.wanted is None, row.wanted or 0)):
+        """Write rows; `columns` are those of the steps."""
+        for row in rows:
             self._declare(row, columns)
             cells = {columns[name]: step for name, step in row.steps} | row.cells
             before = self._open
@@ -134,6 +141,8 @@ class WandbLogger(Logger):
         self._names: collections.Counter[str] = collections.Counter()
         self._rows: dict[int, _Rows] = {}  # by run
         self._shared: _Rows | None = None
+        self._configs: dict[str, Mapping[str, Any]] = {}  # of the shared run: those of all runs
+        self._told = 0  # how many of them W&B knows
 
     def open(self, run: Run) -> None:
         """Begin a W&B run."""
@@ -146,8 +155,9 @@ class WandbLogger(Logger):
         self._names[name] += 1
         if self.aggregate:
             if self._shared is None:
-                self._shared = _Rows(_begin(kwargs, config, None))
+                self._shared = _Rows(_begin(kwargs, {}, None))
             self._rows[run.id] = self._shared
+            self._configs[run.name] = _plain_config(config)
         else:
             self._rows[run.id] = _Rows(_begin(kwargs, config, run.name))
         run.resource = self._rows[run.id].run
@@ -163,9 +173,22 @@ class WandbLogger(Logger):
         if not self.aggregate:
             return super().write_lanes(runs, logs)
         assert self._shared is not None
+        self._tell_configs()
         entries, problems = self._sorter.sort(logs, lead=2)
         self._write_rows(self._shared, [part for entry in entries for part in _bands.over_lanes(entry)])
         raise_problems(problems)
+
+    def _tell_configs(self) -> None:
+        """What the shared run stands for: its runs, what they have in common, and lists of what differs."""
+        if self._shared is None or self._told == len(self._configs):
+            return
+        configs = list(self._configs.values())
+        common: dict[str, Any] = {"runs": list(self._configs)}
+        for name in dict.fromkeys(name for config in configs for name in config):
+            values = [config.get(name) for config in configs]
+            common[name] = values[0] if all(value == values[0] for value in values) else values
+        self._shared.run.config.update(common, allow_val_change=True)
+        self._told = len(self._configs)
 
     def _write_rows(self, rows: _Rows, entries: list[Entry]) -> None:
         names = dict.fromkeys(name for entry in entries for name in entry.steps)
@@ -178,6 +201,8 @@ class WandbLogger(Logger):
 
     def finish(self, run: Run) -> None:
         """End the W&B run; a shared one with the last of its runs."""
+        if self.aggregate:
+            self._tell_configs()
         rows = self._rows.pop(run.id)
         if rows not in self._rows.values():
             rows.commit()
@@ -214,17 +239,29 @@ def _settings(given: Any) -> Any:
 
 
 def _together(entries: list[Entry]) -> list[_Row]:
-    """Rows: what has the same steps stands together, unless a name would stand there twice."""
+    """Rows in the order of their steps: what has the same ones stands together, unless a name would stand there twice.
+
+    Every name keeps the order of its events. Where its steps fall, a program has begun to count anew: what follows is
+    another round, which comes after all of this one.
+    """
     rows: dict[Any, _Row] = {}
+    order: dict[Any, Any] = {}
     for entry in entries:
         seen: collections.Counter[Any] = collections.Counter()
+        round_, last = 0, -1
         for steps, value in _events(entry):
-            rows.setdefault((steps, seen[steps]), _Row(steps, {})).cells[entry.name] = value
-            seen[steps] += 1
-    return list(rows.values())
+            wanted = _wanted(steps)
+            if wanted is not None:
+                round_, last = round_ + (wanted < last), wanted
+            place = (round_ if wanted is not None else None, steps)
+            place = (*place, seen[place])
+            seen[place[:2]] += 1
+            rows.setdefault(place, _Row(steps, {})).cells[entry.name] = value
+            order[place] = (wanted is None, round_ if wanted is not None else 0, wanted or 0)
+    return [rows[place] for place in sorted(rows, key=order.__getitem__)]
 
 
-def _events(entry: Entry) -> Iterator[tuple[tuple[tuple[str, Any], ...], Any]]:
+def _events(entry: Entry) -> Iterator[tuple[Steps, Any]]:
     for n in range(len(next(iter(_arrays_of(entry))))):
         if entry.valid is not None and not entry.valid[n]:
             continue
