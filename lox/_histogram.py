@@ -5,6 +5,7 @@ bins: everything in them is a sum, and adding two gives the histogram of all the
 merges them inside the carry of a loop, and why the transfer is a few hundred numbers however large the arrays are.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -207,6 +208,7 @@ def _numbers(x: Any) -> Any:
     return jnp.ravel(jax.lax.stop_gradient(jnp.asarray(x))).astype(jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)  # one thing to compile, also where nothing else is compiled
 def _count(x: Any, edges: Edges) -> tuple[Any, Any, Any, Any]:
     bins = len(edges.values) - 1
     finite = jnp.isfinite(x)

@@ -233,8 +233,9 @@ def _settings(given: Any) -> Any:
     """Fresh ones for every run: the client refuses to share them. What the user says, there or in variables, counts."""
     settings = dict(given) if isinstance(given, Mapping) else given.model_dump(exclude_unset=True) if given else {}
     if "WANDB_CONSOLE" not in os.environ:
-        # Every run would take what the program prints for its own.
-        settings.setdefault("console", "off")
+        settings.setdefault("console", "off")  # every run would take what the program prints for its own
+    if "WANDB_QUIET" not in os.environ:
+        settings.setdefault("quiet", True)  # a page of text per run, at the end
     return client().Settings(**settings)
 
 
