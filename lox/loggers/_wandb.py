@@ -164,9 +164,7 @@ class WandbLogger(Logger):
 
     def write(self, run: Run, logs: logdict) -> None:
         """A row for every event, and one for all keys that were logged with the same steps."""
-        entries, problems = self._sorter.sort(logs, lead=1)
-        self._write_rows(self._rows[run.id], entries)
-        raise_problems(problems)
+        self._write_rows(self._rows[run.id], *self._entries(logs, lead=1))
 
     def write_lanes(self, runs: list[Run], logs: logdict) -> None:
         """Each run for itself, or the statistics of all."""
@@ -174,9 +172,8 @@ class WandbLogger(Logger):
             return super().write_lanes(runs, logs)
         assert self._shared is not None
         self._tell_configs()
-        entries, problems = self._sorter.sort(logs, lead=2)
-        self._write_rows(self._shared, [part for entry in entries for part in _bands.over_lanes(entry)])
-        raise_problems(problems)
+        entries, problems = self._entries(logs, lead=2)
+        self._write_rows(self._shared, [part for entry in entries for part in _bands.over_lanes(entry)], problems)
 
     def _tell_configs(self) -> None:
         """What the shared run stands for: its runs, what they have in common, and lists of what differs."""
@@ -190,9 +187,17 @@ class WandbLogger(Logger):
         self._shared.run.config.update(common, allow_val_change=True)
         self._told = len(self._configs)
 
-    def _write_rows(self, rows: _Rows, entries: list[Entry]) -> None:
+    def _entries(self, logs: logdict, lead: int) -> tuple[list[Entry], list[Exception]]:
+        for name in logs.steps:
+            self._sorter.step_name(
+                name
+            )  # first come, first served: a step is to have its name, whatever keys are called
+        return self._sorter.sort(logs, lead)
+
+    def _write_rows(self, rows: _Rows, entries: list[Entry], problems: list[Exception]) -> None:
         names = dict.fromkeys(name for entry in entries for name in entry.steps)
         rows.write(_together(entries), {name: self._sorter.step_name(name) for name in names})
+        raise_problems(problems)
 
     def commit(self) -> None:
         """Hand over the last rows."""
@@ -231,12 +236,16 @@ def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(given: Any) -> Any:
     """Fresh ones for every run: the client refuses to share them. What the user says, there or in variables, counts."""
-    settings = dict(given) if isinstance(given, Mapping) else given.model_dump(exclude_unset=True) if given else {}
+    settings = dict(given or {}) if isinstance(given, Mapping | None) else _those_set(given)
     if "WANDB_CONSOLE" not in os.environ:
         settings.setdefault("console", "off")  # every run would take what the program prints for its own
     if "WANDB_QUIET" not in os.environ:
         settings.setdefault("quiet", True)  # a page of text per run, at the end
     return client().Settings(**settings)
+
+
+def _those_set(settings: Any) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in settings.model_fields_set}
 
 
 def _together(entries: list[Entry]) -> list[_Row]:
@@ -289,8 +298,9 @@ def _cell(value: Any) -> Any:
         import PIL.Image
 
         PIL.Image.init()  # of which the client takes no care when several threads begin
-        pixels = value.pixels
-        return client().Image(pixels[..., 0] if pixels.shape[-1] == 1 else pixels, file_type="png")
+        pixels = value.pixels[..., 0] if value.pixels.shape[-1] == 1 else value.pixels
+        # Not the array, of which the client would drop all axes of length one.
+        return client().Image(PIL.Image.fromarray(pixels), file_type="png")
     return plain(value)
 
 
