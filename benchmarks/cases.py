@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import storage
+import trackers
 import training
 from timing import Row, compare
 
@@ -324,4 +325,5 @@ CASES = {
     "lanes": tap_lanes,
     "watch": watch,
     **storage.CASES,
+    **trackers.CASES,
 }

@@ -16,7 +16,7 @@ FORMAT = "{:<50} {:>9} {:>9} {:<5} {:>6} {:>7} {:>4}"
 
 def line(row: Row) -> str:
     digits = 2 if row.unit in SCALES else 0
-    goal = "equal" if row.equal is not None else f"<= {row.goal:.2g}" if row.goal else ""
+    goal = "equal" if row.equal is not None else f"<= {row.goal:.3g}" if row.goal else ""
     return FORMAT.format(
         row.name,
         f"{row.lox:.{digits}f}",
