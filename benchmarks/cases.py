@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import saving
 import storage
+import trackers
 import trackers_more
 import training
 from timing import Row, compare
@@ -328,4 +329,5 @@ CASES = {
     **storage.CASES,
     **saving.CASES,
     **trackers_more.CASES,
+    **trackers.CASES,
 }

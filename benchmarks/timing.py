@@ -42,11 +42,13 @@ def compare(
     number: int = 1,
     count: int = 1,
     seconds: float = 4.0,
+    between: Callable[[], Any] = lambda: None,
 ) -> Row:
     """Time both in turns for a while; each number is the best of its turns.
 
     Noise only ever adds time, so the best turn is the one that was disturbed least. A turn calls
     the function `number` times; a call stands for `count` events, if the time of one is wanted.
+    `between` is called after each turn, and is not timed.
     """
     best = {lox: float("inf"), reference: float("inf")}
     for function in best:
@@ -62,6 +64,7 @@ def compare(
                 for _ in range(number):
                     function()
                 best[function] = min(best[function], time.perf_counter() - start)
+                between()
             turns.reverse()  # whoever comes second finds warmer caches
             done += 1
     finally:

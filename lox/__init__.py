@@ -40,6 +40,8 @@ from lox._errors import SpoolError as SpoolError
 from lox._errors import StepError as StepError
 from lox._errors import StoreError as StoreError
 from lox._errors import TransformError as TransformError
+from lox._histogram import Histogram as Histogram
+from lox._image import Image as Image
 from lox._log_grad import log_grad as log_grad
 from lox._logdict import logdict as logdict
 from lox._nolog import keep as keep

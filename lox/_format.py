@@ -6,6 +6,8 @@ import jax
 import numpy as np
 
 from lox import _arrays, _compat
+from lox._histogram import Histogram
+from lox._image import Image
 
 if TYPE_CHECKING:
     from lox._logdict import logdict
@@ -39,8 +41,8 @@ def _value(value: Any, valid: Any = None) -> str:
         return _type(value)
     if hasattr(value, "dtype") or np.isscalar(value):
         return _array(np.asarray(value), None if valid is None or _is_abstract(valid) else np.asarray(valid))
-    if jax.tree_util.all_leaves([value]):
-        return str(value)
+    if isinstance(value, Histogram | Image) or jax.tree_util.all_leaves([value]):
+        return str(value)  # the first two by what they show, not by their arrays
     return str(jax.tree.map(_Text, value))  # a user's own pytree shows itself, with our arrays in it
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import wandb_file
 
 import lox
 from lox.loggers import (
@@ -32,7 +33,9 @@ from lox.loggers import (
     MultiLogger,
     NeptuneLogger,
     SaveLogger,
+    TensorBoardLogger,
     TrackioLogger,
+    WandbLogger,
 )
 
 Events = dict[str, dict[str, list[tuple[dict[str, Any], Any]]]]
@@ -44,7 +47,8 @@ class Case:
     make: Callable[[Any], lox.Logger]  # in a folder
     read: Callable[[lox.Logger], Events] | None  # None: it keeps nothing that could be read
     reads_arrays: bool = True
-    keeps: Callable[[Events], Events] = lambda events: events  # what of the events it can keep
+    reads_while_open: bool = True  # what is written can be read before the logger is closed
+    stored: Callable[[Events], Events] = lambda events: events  # what the format makes of what was logged
 
     def __repr__(self):
         return self.name
@@ -127,6 +131,37 @@ def _read_saved(logger):
 def _events_of(logs, key):
     steps = {name: of[key].tolist() for name, of in logs.steps.items() if key in of}
     return [({name: of[n] for name, of in steps.items()}, value) for n, value in enumerate(logs[key].tolist())]
+
+
+def _one_step(events):
+    """An event in TensorBoard has one step: without any, its number."""
+    return {
+        run: {key: [({"step": s.get("step", n)}, v) for n, (s, v) in enumerate(of)] for key, of in keys.items()}
+        for run, keys in events.items()
+    }
+
+
+def _read_tensorboard(logger):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events: Events = {}
+    for folder in logger.path.iterdir():
+        found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+        # Steps beyond the first are scalars of their own.
+        keys = [key for key in found.Tags()["scalars"] if key != "episode"]
+        events[folder.name] = {key: [({"step": e.step}, e.value) for e in found.Scalars(key)] for key in keys}
+    return events
+
+
+def _make_wandb(path):
+    settings = {"silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
+    logger = WandbLogger(mode="offline", dir=str(path), project="contract", settings=settings)
+    logger.path = path
+    return logger
+
+
+def _read_wandb(logger):
+    return {name: file.events("step", "episode") for name, file in wandb_file.read_all(logger.path).items()}
 
 
 def _quiet_console():
@@ -244,6 +279,10 @@ CASES = [
         lambda logger: _same([logger.loggers[0].events, _read_jsonl(logger.loggers[1])]),
     ),
 ]
+if importlib.util.find_spec("tensorboard"):
+    CASES.append(Case("tensorboard", TensorBoardLogger, _read_tensorboard, stored=_one_step))
+if importlib.util.find_spec("wandb"):
+    CASES.append(Case("wandb", _make_wandb, _read_wandb, reads_while_open=False))
 with contextlib.suppress(ImportError):
     import rich  # noqa: F401
 
@@ -251,11 +290,11 @@ with contextlib.suppress(ImportError):
 
 
 if HAS_NEPTUNE:
-    CASES.append(Case("neptune", make_neptune, read_neptune, keeps=as_curves))
+    CASES.append(Case("neptune", make_neptune, read_neptune, stored=as_curves))
 if HAS_MLFLOW:
-    CASES.append(Case("mlflow", make_mlflow, read_mlflow, keeps=as_curves))
+    CASES.append(Case("mlflow", make_mlflow, read_mlflow, stored=as_curves))
 if HAS_TRACKIO:
-    CASES.append(Case("trackio", make_trackio, read_trackio, keeps=_runs_with_rows))
+    CASES.append(Case("trackio", make_trackio, read_trackio, stored=_runs_with_rows))
 
 
 def _same(found):

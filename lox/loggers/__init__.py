@@ -26,4 +26,6 @@ from lox.loggers._neptune import NeptuneLogger as NeptuneLogger
 from lox.loggers._run import LoggerState as LoggerState
 from lox.loggers._run import Run as Run
 from lox.loggers._save import SaveLogger as SaveLogger
+from lox.loggers._tensorboard import TensorBoardLogger as TensorBoardLogger
 from lox.loggers._trackio import TrackioLogger as TrackioLogger
+from lox.loggers._wandb import WandbLogger as WandbLogger

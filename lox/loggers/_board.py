@@ -6,9 +6,12 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
+from lox._histogram import Histogram
+from lox._image import Image
 from lox._logdict import logdict
 from lox.loggers._rows import leaf_by_leaf
 from lox.loggers._run import Run
@@ -111,7 +114,7 @@ class Board:
             ids = [run.id for run in runs]
             flat = leaf_by_leaf(logs)
             for key, values in flat.items():
-                self._update_key(ids, key, values, flat.valid.get(key))
+                self._update_key(ids, key, _in_numbers(values), flat.valid.get(key))
                 for name, of in flat.steps.items():
                     if key in of:
                         self._update_step(ids, name, of[key], flat.valid.get(key))
@@ -177,6 +180,13 @@ class Board:
 def _mean(x: np.ndarray, where: np.ndarray, axis: int) -> np.ndarray:
     count = where.sum(axis)
     return np.where(where, x, 0.0).sum(axis) / np.maximum(count, 1)
+
+
+def _in_numbers(values: Any) -> np.ndarray:
+    """Histograms are shown by the mean of what they count, pictures by their brightness."""
+    if isinstance(values, Histogram):
+        return np.asarray(values.mean)
+    return values.pixels if isinstance(values, Image) else values
 
 
 def _view(key: str, track: Track) -> KeyView:

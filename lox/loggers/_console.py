@@ -29,7 +29,8 @@ class ConsoleLogger(Logger):
 
     Keys are grouped by what stands before their last slash. What the program prints meanwhile appears above the table;
     when the logger is closed, by an exception or Ctrl-C too, the last table stays and the terminal is as it was. If
-    the output goes to a file or a pipe there is a line now and then instead, as above. Arrays are shown by their mean.
+    the output goes to a file or a pipe there is a line now and then instead, as above. Arrays and histograms are shown
+    by their mean, pictures by their brightness.
 
     Args:
         progress: Totals of steps, such as `{"step": 10_000}`: each gets a progress bar with the time left.

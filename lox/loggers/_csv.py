@@ -1,6 +1,7 @@
 """`CsvLogger`: a table per run."""
 
 import csv
+import functools
 import io
 import json
 import os
@@ -26,8 +27,9 @@ class CsvLogger(FileLogger):
     1,0.25,0.75
 
     A cell is empty if the event does not have that key. NaN is `nan`. An array is a JSON list in one cell; a pytree has
-    a column per leaf, such as `stats['mean']`. Where a key and a step have the same name, the second of the two is
-    called `step [key]` or `step [step]`.
+    a column per leaf, such as `stats['mean']`. A `lox.Histogram` is a JSON object of its bins, mean and spread, a
+    `lox.Image` the name of a PNG file in `42.media/`. Where a key and a step have the same name, the second of the two
+    is called `step [key]` or `step [step]`.
 
     A key that comes late needs a new column, hence a new header: the file is written anew beside the old one and takes
     its place when it is complete. So the table stays one that any program can read, and a crash leaves either the old
@@ -44,7 +46,8 @@ class CsvLogger(FileLogger):
     def write(self, run: Run, logs: logdict) -> None:
         """One row per event."""
         file: RunFile = run.resource
-        table = [_cells(file, steps, values) for steps, values in rows(leaf_by_leaf(logs))]
+        picture = functools.partial(self.save_picture, run)
+        table = [_cells(file, steps, values) for steps, values in rows(leaf_by_leaf(logs), picture)]
         new = list(dict.fromkeys(column for row in table for column in row if column not in file.columns))
         if new:
             self._widen(run, [*file.columns, *new])
@@ -81,4 +84,4 @@ def _cells(file: RunFile, steps: dict[str, Any], values: dict[str, Any]) -> dict
 def _cell(value: Any) -> Any:
     if value is None:
         return ""
-    return json.dumps(strict_json(value)) if isinstance(value, list) else value
+    return json.dumps(strict_json(value)) if isinstance(value, list | dict) else value

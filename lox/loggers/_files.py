@@ -2,13 +2,17 @@
 
 import collections
 import contextlib
+import hashlib
 import json
 import os
 import pathlib
 from typing import TextIO
 
+import numpy as np
+
 from lox import _errors
 from lox.loggers._base import Logger
+from lox.loggers._png import png
 from lox.loggers._rows import Labels, strict_json
 from lox.loggers._run import Run
 
@@ -67,6 +71,15 @@ class FileLogger(Logger):
         self._keep_open(path, file)
         file.write(text)
         file.flush()
+
+    def save_picture(self, run: Run, pixels: np.ndarray) -> str:
+        """Put a picture in a file of its own, named after its content; returns where, relative to the run's file."""
+        data = png(pixels.astype(np.uint8, copy=False))
+        path = self.path / f"{run.name}.media" / f"{hashlib.sha256(data).hexdigest()[:16]}.png"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+        return path.relative_to(self.path).as_posix()
 
     def _keep_open(self, path: pathlib.Path, file: TextIO) -> None:
         self._open_files[path] = file

@@ -35,6 +35,12 @@ def call(target: Target, operands: Sequence[Any], results: Sequence[Any] = ()) -
     return host_p.bind(np.True_, *operands, **params)
 
 
+def of_all_lanes(x: Laned, lanes: tuple[int, ...]) -> np.ndarray:
+    """One number per lane, for a target that does not care how lanes nest."""
+    index = tuple(slice(None) if flag else None for flag in x.flags)
+    return np.broadcast_to(x.tree[index], lanes).reshape(-1)
+
+
 @host_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, target: Target, flags: Any, lanes: Any, results: Any) -> Any:
     del avals, target, flags

@@ -1,5 +1,6 @@
 """`JsonlLogger`: a JSON object per event."""
 
+import functools
 import json
 
 from lox._logdict import logdict
@@ -21,7 +22,8 @@ class JsonlLogger(FileLogger):
     Arrays are lists, pytrees objects. Every line is valid JSON: NaN and infinities are the strings `"NaN"`,
     `"Infinity"` and `"-Infinity"`. Keys may come and go. A step and a key of the same name stay apart: the second of
     the two becomes `"step [step]"` or `"step [key]"`. Files are only appended to, and an existing one is left alone:
-    the run is then called `42.1`. What `init` got as config is in `42.jsonl.config.json`.
+    the run is then called `42.1`. A `lox.Histogram` is an object of its bins, mean and spread, a `lox.Image` the name
+    of a PNG file in `42.media/`. What `init` got as config is in `42.jsonl.config.json`.
 
     Args:
         path: The folder; it is created with the first run.
@@ -33,7 +35,7 @@ class JsonlLogger(FileLogger):
         """One line per event."""
         label = run.resource.labels.of
         lines = []
-        for steps, values in rows(logs):
+        for steps, values in rows(logs, functools.partial(self.save_picture, run)):
             line = {label("step", name): x for name, x in steps.items()}
             line |= {label("key", key): x for key, x in values.items()}
             lines.append(json.dumps(strict_json(line), allow_nan=False) + "\n")

@@ -5,19 +5,30 @@ logged together, by one `lox.log`, so stand together.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from lox._histogram import Histogram
+from lox._image import Image
 from lox._logdict import logdict
 
 Row = tuple[dict[str, Any], dict[str, Any]]  # steps, values
+Picture = Callable[[np.ndarray], Any]
 
 
-def rows(logs: logdict) -> Iterator[Row]:
-    """The rows of logs that have an event axis, as `Logger.write` gets them."""
+def is_shown_whole(value: Any) -> bool:
+    """Whether this pytree is one thing to whoever looks at it, not several arrays."""
+    return isinstance(value, Histogram | Image)
+
+
+def rows(logs: logdict, picture: Picture) -> Iterator[Row]:
+    """The rows of logs that have an event axis, as `Logger.write` gets them.
+
+    A histogram is a dict of its bins, mean and spread; what stands for a picture, `picture` makes of its bytes.
+    """
     groups: dict[Any, list[str]] = {}
     for key in logs:
         count = len(jax.tree.leaves(logs[key])[0])
@@ -29,17 +40,17 @@ def rows(logs: logdict) -> Iterator[Row]:
         for event in range(count):
             yield (
                 {name: plain(x[event]) for name, x in steps.items()},
-                {key: _value(logs, key, event) for key in keys},
+                {key: _value(logs, key, event, picture) for key in keys},
             )
 
 
 def leaf_by_leaf(logs: logdict) -> logdict:
-    """The same logs with a key for every leaf of a pytree: `stats['mean']`."""
-    if all(isinstance(x, np.ndarray) for x in logs.values()):
+    """The same logs with a key for every leaf of a pytree: `stats['mean']`. Histograms and pictures are leaves."""
+    if all(isinstance(x, np.ndarray) or is_shown_whole(x) for x in logs.values()):
         return logs
     flat = logdict()
     for key in logs:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(logs[key]):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_shown_whole):
             name = key + jax.tree_util.keystr(path)
             while name in flat or (path and name in logs):  # a key that looks like a leaf of another
                 name += " [leaf]"
@@ -52,10 +63,40 @@ def leaf_by_leaf(logs: logdict) -> logdict:
     return flat
 
 
-def _value(logs: logdict, key: str, event: int) -> Any:
+def _value(logs: logdict, key: str, event: int, picture: Picture) -> Any:
     valid = logs.valid.get(key)
     mask = None if valid is None else valid[event]
-    return jax.tree.map(lambda x: plain(x[event], mask), logs[key])
+
+    def at_event(x: Any) -> Any:
+        if is_shown_whole(x):
+            return _whole(jax.tree.map(lambda a: a[event], x), mask, picture)
+        return plain(x[event], mask)
+
+    return jax.tree.map(at_event, logs[key], is_leaf=is_shown_whole)
+
+
+def _whole(x: Any, valid: np.ndarray | None, picture: Picture) -> Any:
+    lanes = x.counts.shape[:-1] if isinstance(x, Histogram) else x.pixels.shape[:-3]
+    if lanes:
+        parts = [jax.tree.map(lambda a, i=i: a[i], x) for i in range(lanes[0])]
+        masks = valid if valid is not None and valid.ndim else [valid] * lanes[0]
+        return [_whole(part, mask, picture) for part, mask in zip(parts, masks, strict=True)]
+    if valid is not None and not valid.any():
+        return None
+    return _bins(x) if isinstance(x, Histogram) else picture(x.pixels)
+
+
+def _bins(histogram: Histogram) -> dict[str, Any]:
+    """What there is to know, without the empty bins at the ends."""
+    filled = np.flatnonzero(histogram.counts)
+    first, last = (filled[0], filled[-1] + 1) if len(filled) else (0, 0)
+    return {
+        "edges": plain(histogram.edges[first : last + 1]),
+        "counts": plain(histogram.counts[first:last]),
+        "nonfinite": plain(histogram.nonfinite),
+        "mean": float(histogram.mean),
+        "std": float(histogram.std),
+    }
 
 
 def plain(x: np.ndarray, valid: np.ndarray | None = None) -> Any:
@@ -106,9 +147,9 @@ def strict_json(value: Any) -> Any:
 class Labels:
     """Names for the columns of one file: a step and a key may have the same name, two columns may not."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Iterable[str] = ()) -> None:
         self._labels: dict[tuple[str, str], str] = {}
-        self._taken: set[str] = set()
+        self._taken: set[str] = set(taken)
 
     def of(self, kind: str, name: str) -> str:
         """The column of a step or of a key; whoever comes second to a name has its kind added."""

@@ -29,8 +29,8 @@ def save(
     >>> print(lox.load(directory))
     {'x': [1.0]}
 
-    Dicts, lists and tuples as values come back as such; other pytrees come back as dicts of their fields. Events that
-    did not happen are left out.
+    Dicts, lists, tuples, histograms and images come back as such; other pytrees come back as dicts of their fields.
+    Events that did not happen are left out.
 
     Args:
         logs: What `spool` returned, or any mapping. A key without an event axis is one event.

@@ -1,7 +1,8 @@
 """Pytrees as data: the structure of a value as JSON, never as code.
 
-Dicts, lists, tuples and None come back as they were. A namedtuple, a dataclass or any other registered node comes back
-as a dict of its fields: to make the class again, a file would have to name code to run.
+Dicts, lists, tuples, None, `lox.Histogram` and `lox.Image` come back as they were. A namedtuple, a dataclass or any
+other registered node comes back as a dict of its fields: to make the class again, a file would have to name code to
+run.
 """
 
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _errors
+from lox import _errors, _histogram
+from lox._histogram import Histogram
+from lox._image import Image
 
-# A structure is one of: "*" (an array), None, {"dict": [[key, structure], ...]}, {"list": [...]}, {"tuple": [...]}.
+# A structure is one of: "*" (an array), None, {"dict": [[key, structure], ...]}, {"list": [...]}, {"tuple": [...]},
+# and like a dict {"image": [["pixels", "*"]]} and {"histogram": [["edges", [number, ...]], ["counts", "*"], ...]}.
 LEAF = "*"
 
+_NAMED = ("dict", "histogram", "image")  # kinds whose children have names
+_FIELDS = {"histogram": _histogram.FIELDS, "image": ("pixels",)}
 _KEY_TYPES = (str, int, float, bool, type(None))
 
 
@@ -30,7 +36,10 @@ def describe(value: Any, what: str) -> Any:
     if jax.tree_util.all_leaves([value]):
         return LEAF
     children = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)[0]
-    return {"dict": [[_field(path[0]), describe(x, what)] for path, x in children]}
+    fields = [[_field(path[0]), describe(x, what)] for path, x in children]
+    if isinstance(value, Histogram):
+        return {"histogram": [["edges", value.edges.tolist()], *fields]}
+    return {"image" if isinstance(value, Image) else "dict": fields}
 
 
 def _key(key: Any, what: str) -> Any:
@@ -60,7 +69,7 @@ def paths(structure: Any) -> list[list[Any]]:
     if structure is None:
         return []
     kind, children = _open(structure)
-    if kind == "dict":
+    if kind in _NAMED:
         return [[key, *path] for key, child in children for path in paths(child)]
     return [[index, *path] for index, child in enumerate(children) for path in paths(child)]
 
@@ -72,7 +81,7 @@ def count(structure: Any) -> int:
     if structure is None:
         return 0
     kind, children = _open(structure)
-    return sum(count(child[1] if kind == "dict" else child) for child in children)
+    return sum(count(child[1] if kind in _NAMED else child) for child in children)
 
 
 def build(structure: Any, leaves: list[Any]) -> Any:
@@ -93,6 +102,10 @@ def _build(structure: Any, leaves: Any) -> Any:
     if structure is None:
         return None
     kind, children = _open(structure)
+    if kind == "histogram":
+        return _histogram.with_edges(structure[kind][0][1], [_build(child, leaves) for _, child in children])
+    if kind == "image":
+        return Image.tree_unflatten(None, [_build(child, leaves) for _, child in children])
     if kind == "dict":
         return {_unkey(key): _build(child, leaves) for key, child in children}
     built = [_build(child, leaves) for child in children]
@@ -113,8 +126,21 @@ def _open(structure: Any) -> tuple[str, Any]:
     if not isinstance(structure, dict) or len(structure) != 1:
         raise ValueError(f"{structure!r} is no structure")
     ((kind, children),) = structure.items()
-    if kind not in ("dict", "list", "tuple") or not isinstance(children, list):
+    if kind not in (*_NAMED, "list", "tuple") or not isinstance(children, list):
         raise ValueError(f"{structure!r} is no structure")
-    if kind == "dict" and not all(isinstance(pair, list) and len(pair) == 2 for pair in children):
+    if kind in _NAMED and not all(isinstance(pair, list) and len(pair) == 2 for pair in children):
+        raise ValueError(f"{structure!r} is no structure")
+    if kind == "histogram":
+        edges, *children = children or [None]
+        if not _are_edges(edges):
+            raise ValueError(f"{structure!r} is no structure")
+    fields = _FIELDS.get(kind)
+    if fields is not None and children != [[field, LEAF] for field in fields]:
         raise ValueError(f"{structure!r} is no structure")
     return kind, children
+
+
+def _are_edges(pair: Any) -> bool:
+    if not isinstance(pair, list) or pair[0] != "edges" or not isinstance(pair[1], list) or len(pair[1]) < 2:
+        return False
+    return all(isinstance(x, int | float) and not isinstance(x, bool) for x in pair[1])

@@ -1,0 +1,77 @@
+"""`lox.Image`: a picture, to be shown as such."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lox import _compat, _errors
+
+_CHANNELS = (1, 3, 4)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Image:
+    """A picture, to be logged instead of the array.
+
+    >>> import jax, jax.numpy as jnp, lox
+    >>> def render(x):
+    ...     lox.log({"frame": lox.Image(jnp.full((32, 48, 3), x))})
+    ...     return x
+    >>> _, logs = lox.spool(jax.jit(render))(0.5)
+    >>> print(logs["frame"].pixels.shape, logs["frame"].pixels.dtype)
+    (32, 48, 3) uint8
+
+    It is a pytree and works under `jit`, `vmap` and `scan`. Floats become bytes on the device, so that a quarter of
+    them has to be transferred.
+
+    Args:
+        pixels: `(height, width)`, or `(height, width, channels)` with 1 channel (gray), 3 (RGB) or 4 (RGBA): bytes
+            from 0 to 255, booleans, or floats from 0 to 1; floats beyond that are clipped, NaN is black.
+
+    Attributes:
+        pixels: Bytes, `(height, width, channels)`.
+    """
+
+    pixels: Any
+
+    def __init__(self, pixels: Any):
+        x = pixels if isinstance(pixels, jax.Array) else np.asarray(pixels)
+        if x.ndim == 2:
+            x = x[..., None]
+        if x.ndim != 3 or x.shape[-1] not in _CHANNELS or 0 in x.shape:
+            raise _errors.LogTypeError(
+                f"`lox.Image` got an array of shape {np.shape(pixels)}: it takes (height, width) or "
+                "(height, width, channels) with 1, 3 or 4 channels. Log several pictures under a key each."
+            )
+        if x.dtype == bool:
+            x = x.astype(np.uint8) * np.uint8(255)
+        elif jnp.issubdtype(x.dtype, jnp.floating):
+            x = jax.lax.stop_gradient(jnp.asarray(x)).astype(jnp.float32)
+            x = jnp.round(jnp.clip(jnp.nan_to_num(x), 0.0, 1.0) * jnp.float32(255)).astype(jnp.uint8)
+        elif x.dtype != np.uint8:
+            raise _errors.LogTypeError(
+                f"`lox.Image` got an array of {x.dtype}: give it bytes (`x.astype(jnp.uint8)`), booleans, or floats "
+                "from 0 to 1."
+            )
+        self.pixels = x
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        """As a pytree."""
+        return [(jax.tree_util.GetAttrKey("pixels"), self.pixels)], None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Any) -> "Image":
+        """The inverse of `tree_flatten_with_keys`."""
+        del aux
+        self = object.__new__(cls)
+        (self.pixels,) = children
+        return self
+
+    def __repr__(self) -> str:
+        if isinstance(self.pixels, _compat.Tracer) or not hasattr(self.pixels, "shape"):
+            return "Image(...)"
+        *lead, height, width, channels = self.pixels.shape
+        several = f", {tuple(lead)} of them" if lead else ""
+        return f"Image({height}×{width}, {channels} channel{'s' * (channels > 1)}{several})"

@@ -1,0 +1,193 @@
+"""Logs as trackers show them: single numbers, histograms and pictures, each under a name of its own.
+
+A tracker plots numbers over steps. So an array of a few elements becomes as many series, `xs/0`, `xs/1`; a pytree a
+series per leaf, `stats/mean`; a `lox.Histogram` and a `lox.Image` stay what they are. A large array is none of these,
+and nobody wants it turned into something unasked.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from lox import _errors, _histogram
+from lox._histogram import Histogram
+from lox._image import Image
+from lox._lanes import Flags
+from lox._logdict import logdict
+from lox.loggers._rows import Labels, is_shown_whole
+
+MOST_ELEMENTS = 64
+CHOICES = ("elements", "histogram")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Events under one name. All arrays begin with the axes of the logs: `(event,)` or `(lane, event)`."""
+
+    name: str
+    value: np.ndarray | Histogram | Image  # one number, one histogram or one picture per event
+    steps: dict[str, np.ndarray]
+    valid: np.ndarray | None  # where the event happened; None: everywhere
+
+    def at(self, index: Any) -> "Entry":
+        """A part of the events."""
+        steps = {name: x[index] for name, x in self.steps.items()}
+        valid = None if self.valid is None else self.valid[index]
+        return Entry(self.name, jax.tree.map(lambda x: x[index], self.value), steps, valid)
+
+
+class Sorter:
+    """Makes entries of logs, with the same names throughout a logger's life.
+
+    Args:
+        owner: The logger's name, for messages.
+        arrays: What becomes of arrays: "elements" or "histogram".
+    """
+
+    def __init__(self, owner: str, arrays: str, taken: tuple[str, ...] = ()):
+        if arrays not in CHOICES:
+            raise _errors.OptionError(f"`arrays` is {arrays!r}; choose {_errors.listing(CHOICES)}.")
+        self._owner, self._arrays = owner, arrays
+        self._labels = Labels(taken)
+
+    def step_name(self, name: str) -> str:
+        """What a step is called among the names of entries."""
+        return self._labels.of("step", name)
+
+    def sort(self, logs: logdict, lead: int) -> tuple[list[Entry], list[Exception]]:
+        """The entries of logs with `lead` leading axes; and what cannot be one, as errors to be raised afterwards."""
+        entries: list[Entry] = []
+        errors: list[Exception] = []
+        for key in logs:
+            try:
+                entries += self._entries(logs, key, lead)
+            except _errors.LogTypeError as error:
+                errors.append(error)
+        return entries, errors
+
+    def _entries(self, logs: logdict, key: str, lead: int) -> Iterator[Entry]:
+        flags = iter(logs._layout(key).flags)
+        for path, value in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_shown_whole):
+            own_flags = [next(flags) for _ in jax.tree.leaves(value)]
+            node = _Node(logs, key, "".join("/" + _text(part) for part in path), own_flags[0], lead, self._labels)
+            if isinstance(value, Histogram):
+                yield node.histogram(value)
+            elif isinstance(value, Image):
+                yield from node.pictures(value)
+            else:
+                yield from self._numbers(node, np.asarray(value))
+
+    def _numbers(self, node: "_Node", x: np.ndarray) -> Iterator[Entry]:
+        shape = x.shape[node.lead :]
+        few = math.prod(shape) <= MOST_ELEMENTS
+        if few and x.dtype.kind == "c":
+            yield from node.elements(np.real(x), "/real")
+            yield from node.elements(np.imag(x), "/imag")
+        elif few and (self._arrays == "elements" or not shape):
+            yield from node.elements(x)
+        elif self._arrays == "histogram" and x.dtype.kind != "c":
+            yield node.histogram(_host_histogram(x, node.lead, node.depth))
+        else:
+            raise _errors.LogTypeError(
+                f"{self._owner} cannot show {node.key!r}: it is an array of {x.dtype} with shape {shape}, and only "
+                f"arrays of up to {MOST_ELEMENTS} elements are shown, as one series each.\n"
+                "Log `lox.Histogram(x)` or `lox.Image(x)` under that name, or a number such as `x.mean()`;\n"
+                "or make the logger with `arrays='histogram'`."
+            )
+
+
+class _Node:
+    """One leaf of one key: what it becomes, with its steps and its mask."""
+
+    def __init__(self, logs: logdict, key: str, path: str, flags: Flags, lead: int, labels: Labels):
+        self.key, self.lead = key, lead
+        self.depth = sum(map(bool, flags))  # lanes inside the run
+        layout = logs._layout(key)
+        step_flags = dict(layout.step_flags)
+        self._path, self._flags, self._labels = path, flags, labels
+        self._steps = {name: (of[key], step_flags.get(name, ())) for name, of in logs.steps.items() if key in of}
+        self._valid = (logs.valid[key], layout.valid_flags) if key in logs.valid else None
+
+    def elements(self, x: np.ndarray, suffix: str = "") -> Iterator[Entry]:
+        """A series for every element."""
+        shape = x.shape[self.lead :]
+        for index in np.ndindex(shape):
+            name = self._path + "".join(f"/{i}" for i in index) + suffix
+            yield self._entry(name, x[(Ellipsis, *index)], index[: self.depth], shape[: self.depth])
+
+    def pictures(self, image: Image) -> Iterator[Entry]:
+        """A picture for every lane."""
+        lanes = image.pixels.shape[self.lead : -3]
+        for index in np.ndindex(lanes):
+            # A mean of pictures, which some reductions make, is one too once it is bytes.
+            pixels = np.clip(np.round(image.pixels[(slice(None),) * self.lead + index]), 0, 255).astype(np.uint8)
+            name = self._path + "".join(f"/{i}" for i in index)
+            yield self._entry(name, Image.tree_unflatten(None, [pixels]), index, lanes)
+
+    def histogram(self, value: Histogram) -> Entry:
+        """One for all lanes in which the event happened."""
+        lanes = value.counts.shape[self.lead : -1]
+        inner = tuple(range(self.lead, self.lead + len(lanes)))
+        mask = None if self._valid is None or not lanes else self._with_lanes(*self._valid, lanes)
+
+        def merge(x: np.ndarray) -> np.ndarray:
+            if mask is not None:
+                x = np.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0)
+            return x.sum(inner) if inner else x
+
+        # The steps of the first lane: they are those of all, unless the program gave each lane its own.
+        entry = self._entry(self._path, jax.tree.map(merge, value), (0,) * len(lanes), lanes)
+        return entry if mask is None else dataclasses.replace(entry, valid=mask.any(inner))
+
+    def _entry(self, path: str, value: Any, index: tuple[int, ...], lanes: tuple[int, ...]) -> Entry:
+        at = (Ellipsis, *index)
+        steps = {name: self._with_lanes(*step, lanes)[at] for name, step in self._steps.items()}
+        valid = None if self._valid is None else self._with_lanes(*self._valid, lanes)[at]
+        name = self._labels.of(f"in {self.key}" if path else "key", self.key + path)
+        return Entry(name, value, steps, valid)
+
+    def _with_lanes(self, x: np.ndarray, flags: Flags, lanes: tuple[int, ...]) -> np.ndarray:
+        """A step or a mask with the lanes of the value: repeated along those it lacks, any of those the value lacks."""
+        present = [n for n, flag in enumerate(flags) if flag]
+        wanted = [n for n, flag in enumerate(self._flags) if flag]
+        gone = tuple(self.lead + axis for axis, n in enumerate(present) if n not in wanted)
+        if gone:
+            x = x.any(gone) if x.dtype == bool else x.max(gone)
+            present = [n for n in present if n in wanted]
+        x = x[(slice(None),) * self.lead + tuple(slice(None) if n in present else None for n in wanted)]
+        return np.broadcast_to(x, (*x.shape[: self.lead], *lanes))
+
+
+def raise_problems(errors: list[Exception]) -> None:
+    """Raise what `Sorter.sort` has found, now that the rest is written."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise _errors.LogTypeError("\n".join(str(error) for error in errors))
+
+
+def _text(part: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(part, attribute):
+            return str(getattr(part, attribute))
+    return str(part)
+
+
+def _host_histogram(values: np.ndarray, lead: int, depth: int, bins: int = 64) -> Histogram:
+    """Histograms of arrays that are on the host already, over the range of all their values."""
+    lead += depth
+    x = values.astype(np.float64).reshape(*values.shape[:lead], -1)
+    finite = np.isfinite(x)
+    low, high = (float(x[finite].min()), float(x[finite].max())) if finite.any() else (0.0, 1.0)
+    if not np.float32(low) < np.float32(high):
+        low, high = low - 0.5 * max(1.0, abs(low)), high + 0.5 * max(1.0, abs(high))
+    edges = np.linspace(low, high, bins + 1)
+    counts = np.zeros((*x.shape[:lead], bins))
+    for index in np.ndindex(x.shape[:lead]):
+        counts[index] = np.histogram(x[index][finite[index]], edges)[0]
+    x = np.where(finite, x, 0.0)
+    return _histogram.with_edges(edges, [counts, (~finite).sum(-1), x.sum(-1), np.square(x).sum(-1)])

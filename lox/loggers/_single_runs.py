@@ -1,0 +1,115 @@
+"""Runs that programs begin and end one by one: what modules like `lox.wandb` are made of.
+
+One logger, made at the first use, serves all runs of the process. Each brings its own options along, beside its config.
+A run may end while others go on; that must happen after its last event is written, so the end is a job in the queue.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from lox import _compat, _errors
+from lox._lanes import Laned
+from lox.loggers import _host
+from lox.loggers._base import Logger
+from lox.loggers._pipeline import Pipeline
+from lox.loggers._run import LoggerState, Run
+
+CONFIG, OPTIONS = "config", "options"
+
+
+class _End:
+    """A job: no more events of these runs."""
+
+    def __init__(self, numbers: list[int]):
+        self.numbers = numbers
+
+
+class SingleRunsPipeline(Pipeline):
+    """A pipeline that can end single runs."""
+
+    def __init__(self, logger: Logger):
+        super().__init__(logger)
+        self._ended: set[int] = set()
+
+    def unknown(self, number: int) -> _errors.LoxError:
+        """For a run that is not one of this logger's, or no longer."""
+        if number in self._ended:
+            return _errors.LoxError(f"run number {number} is finished: begin another one with `init`.")
+        return super().unknown(number)
+
+    def end(self, where: Laned, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> Any:
+        """Called by the program: end the runs of all lanes that get here."""
+        del eager
+        numbers, happened = (_host.of_all_lanes(x, lanes) for x in (*operands, where))
+        self.enqueue(_End(numbers[happened].tolist()))  # type: ignore[arg-type]
+        return []
+
+    def _process(self, jobs: list[Any]) -> None:
+        for is_end, group in itertools.groupby(jobs, key=lambda job: isinstance(job, _End)):
+            alike: list[Any] = list(group)
+            if not is_end:
+                super()._process(alike)
+                continue
+            for number in [number for job in alike for number in job.numbers]:
+                self._end_one(number)
+
+    def _end_one(self, number: int) -> None:
+        run = self.runs.pop(number, None)
+        if run is None:
+            self.errors.add(self.unknown(number), "finishing a run")
+            return
+        self._ended.add(number)
+        if number not in self.broken:
+            with self.isolated(f"finishing run {run.name!r}"):
+                self.logger.finish(run)
+
+
+class SingleRuns:
+    """The functions of such a module.
+
+    Args:
+        make: Makes the logger, at the first use.
+    """
+
+    def __init__(self, make: Callable[[], Logger]):
+        self._make = make
+        self._logger: Logger | None = None
+
+    def logger(self) -> Logger:
+        """The logger of all runs; a new one if the last was closed or is another process's."""
+        logger = self._logger
+        if logger is None or logger._pipeline.closed or not logger._pipeline.is_of_this_process:
+            self._logger = logger = self._make()
+        return logger
+
+    def init(self, key: Any, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> LoggerState:
+        """Begin a run."""
+        if config is not None and not isinstance(config, Mapping):
+            raise _errors.LogTypeError(f"`config` is {config!r}; it must be a dict of hyper-parameters.")
+        boxed = {name: Box(value) for name, value in options.items()}
+        return self.logger().init(key, config={CONFIG: dict(config or {}), OPTIONS: boxed})
+
+    def finish(self, state: LoggerState) -> bool:
+        """End a run, when everything that was logged before is written; says whether the caller can wait for that."""
+        logger = self.logger()
+        pipeline = logger._pipeline
+        assert isinstance(pipeline, SingleRunsPipeline)
+        run = jnp.asarray(logger._run_of(state, "finish"), jnp.int32)
+        _host.call(pipeline.end, [run])
+        return _compat.is_evaluating()
+
+
+class Box:
+    """An option of a client: never a pytree of arrays, whatever it is."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def split(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options that a run brought along, and its config."""
+    options = {name: box.value for name, box in run.config[OPTIONS].items()}
+    return options, run.config[CONFIG]

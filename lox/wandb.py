@@ -1,0 +1,79 @@
+"""Weights & Biases for JAX programs: one run per lane, from inside `jit` and `vmap`.
+
+>>> import jax, lox.wandb
+>>> @jax.jit
+... @jax.vmap
+... def train(key):
+...     run = lox.wandb.init(key, project="demo", group="seeds")
+...     for step in range(100):
+...         lox.wandb.log(run, {"loss": 1.0 / (step + 1)}, step=step)
+...     lox.wandb.finish(run)
+>>> train(jax.random.split(jax.random.key(0), 8))  # doctest: +SKIP
+
+Logs that are spooled or tapped need a logger, `lox.wandb.WandbLogger`, which does all of this too. The module can be
+imported without the client; the first use says what to install.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lox.loggers._run import LoggerState, Run
+from lox.loggers._single_runs import SingleRuns, SingleRunsPipeline, split
+from lox.loggers._wandb import WandbLogger as WandbLogger
+
+
+class _Runs(WandbLogger):
+    """One for all runs, each with its own options."""
+
+    def _make_pipeline(self) -> SingleRunsPipeline:
+        return SingleRunsPipeline(self)
+
+    def open(self, run: Run) -> None:
+        """Begin a W&B run with the options that `init` got."""
+        self._open(run, *split(run))
+
+
+_runs = SingleRuns(_Runs)
+
+
+def init(key: Any, *, config: Mapping[str, Any] | None = None, **kwargs: Any) -> LoggerState:
+    """Begin a run.
+
+    Args:
+        key: The PRNG key of the run, which gives it its name.
+        config: Hyper-parameters. Under `vmap`, arrays may differ from lane to lane.
+        **kwargs: Of `wandb.init`. A `name` or `id` that is given has the name of each run added.
+
+    Returns:
+        A pytree of arrays, for `log` and `finish`; under `vmap` a run for every lane.
+    """
+    return _runs.init(key, kwargs, config)
+
+
+def log(run: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: Any) -> None:
+    """Log values, or logs that `lox.spool` returned.
+
+    Args:
+        run: What `init` returned.
+        logs: A dict of values, which is one event, or a `logdict`.
+        prefix: Put in front of every key.
+        **steps: Steps of these events: one number for all, or one for each event.
+    """
+    _runs.logger().log(run, logs, prefix, **steps)
+
+
+def flush() -> None:
+    """Wait until everything is handed to W&B, and raise what went wrong meanwhile."""
+    _runs.logger().flush()
+
+
+def finish(run: LoggerState) -> None:
+    """End a run, once all that was logged before is written. Runs that nobody ends are ended when Python exits.
+
+    Outside of `jit`, this waits until it is done and raises what went wrong.
+
+    Args:
+        run: What `init` returned.
+    """
+    if _runs.finish(run):
+        flush()

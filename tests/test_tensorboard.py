@@ -1,0 +1,238 @@
+"""`TensorBoardLogger` beyond the contract: the bytes it writes, and what TensorBoard's own reader finds in them."""
+
+import importlib.util
+import io
+import json
+import struct
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lox
+from lox.loggers import TensorBoardLogger, _tfevents
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+needs_tensorboard = pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="needs tensorboard")
+
+
+def read(folder):
+    """What TensorBoard sees in the folder of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    everything = {"scalars": 0, "histograms": 0, "images": 0, "tensors": 0}
+    return EventAccumulator(str(folder), size_guidance=everything).Reload()
+
+
+def scalars(found, tag):
+    return [(event.step, event.value) for event in found.Scalars(tag)]
+
+
+# --- the format, with nothing but Python ---
+
+
+def bit_by_bit(data):
+    """CRC-32C as its definition goes."""
+    register = 0xFFFFFFFF
+    for byte in data:
+        register ^= byte
+        for _ in range(8):
+            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
+    return register ^ 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 511, 512, 513, 1000, 4096, 4097, 20_001])
+def test_checksum(length):
+    assert _tfevents.crc32c(b"123456789") == 0xE3069283
+    data = np.random.default_rng(length).integers(0, 256, length, np.uint8).tobytes()
+    assert _tfevents.crc32c(data) == bit_by_bit(data)
+
+
+def test_many_records_are_as_one_by_one():
+    """Each row of an array of records is a valid record, whatever the sizes of steps and tags."""
+    values = np.array([0.0, -1.5, np.nan, np.inf, 1e-45], np.float32)
+    for tag in ("x", "ünïcode/" + 200 * "long"):
+        for steps in ([0, 1, 2, 3, 4], [0, 127, 128, 2**31, 2**62], [-1, 0, 1, 2, 3]):
+            for row in _tfevents.scalars(tag, np.array(steps), values, 12.5):
+                record = row.tobytes()
+                length, check = struct.unpack_from("<QI", record)
+                assert len(record) == length + 16
+                assert check == _tfevents._masked(bit_by_bit(record[:8]))
+                assert struct.unpack("<I", record[-4:])[0] == _tfevents._masked(bit_by_bit(record[12:-4]))
+
+
+def test_one_record_byte_by_byte():
+    event = b"\x09" + struct.pack("<d", 2.0) + b"\x10\x05" + b"\x2a\x0a\x0a\x08\x0a\x01x\x15" + struct.pack("<f", 0.5)
+    (row,) = _tfevents.scalars("x", np.array([5]), np.array([0.5], np.float32), 2.0)
+    assert row.tobytes()[12:-4] == event
+    assert _tfevents.scalars("x", np.array([5, 5]), np.float32([0.5, 0.5]), 2.0)[1].tobytes() == row.tobytes()
+
+
+# --- what TensorBoard reads ---
+
+
+@needs_tensorboard
+def test_every_value_and_step(tmp_path):
+    values = np.random.default_rng(0).normal(size=20_000).astype(np.float32)
+    values[:4] = np.nan, np.inf, -np.inf, 1e-45
+    steps = np.arange(20_000) ** 2
+
+    def train(xs):
+        return jax.lax.scan(lambda c, x: (lox.log({"x": x[0]}, step=x[1]), (c, c))[1], 0, xs)
+
+    with TensorBoardLogger(tmp_path) as logger:
+        logger.spool(jax.jit(train), logger.init(jax.random.key(7)))((values, steps.astype(np.int32)))
+    found = read(tmp_path / "7").Scalars("x")
+    assert [e.step for e in found] == steps.tolist()
+    assert np.array([e.value for e in found], np.float32).tobytes() == values.tobytes()
+
+
+def show(x):
+    def step(x, i):
+        media = {"h": lox.Histogram(x, 4, (0, 1)), "frame": lox.Image(x.reshape(2, 1, 3))}
+        lox.log(
+            {"pair": x[:2], "stats": {"max": x.max()}, "z": jax.lax.complex(x[0], jnp.float32(1)), **media},
+            step=i,
+            episode=i // 2,
+        )
+        return x / 2, None
+
+    return jax.lax.scan(step, x, jnp.arange(3))[0]
+
+
+X = jnp.array([0.1, 0.2, 0.4, 0.6, 0.8, 1.0], jnp.float32)
+
+
+@needs_tensorboard
+@pytest.mark.parametrize("how", ["spool", "tap"])
+def test_everything_that_can_be_shown(tmp_path, how):
+    import PIL.Image
+
+    with TensorBoardLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0), config={"lr": 0.1, "layers": (2, 3)})
+        getattr(logger, how)(show, state)(X)
+        logger.log_text(state, "notes", "*one*", step=3)
+        jax.jit(lambda state: logger.log_text(state, "notes", "two", step=4))(state)
+    found = read(tmp_path / "0")
+    xs = np.asarray(X) / np.float32([[1], [2], [4]])
+    tags = found.Tags()
+    assert tags["scalars"] == ["pair/0", "pair/1", "stats/max", "z/real", "z/imag", "episode"]
+    assert (tags["histograms"], tags["images"], tags["tensors"]) == (["h"], ["frame"], ["config", "notes"])
+    assert scalars(found, "pair/1") == list(enumerate(xs[:, 1].tolist()))
+    assert scalars(found, "stats/max") == list(enumerate(xs.max(1).tolist()))
+    assert scalars(found, "z/imag") == [(0, 1), (1, 1), (2, 1)]
+    assert scalars(found, "episode") == [(0, 0), (1, 0), (2, 1)]
+    for n, event in enumerate(found.Histograms("h")):
+        value, counts = event.histogram_value, np.histogram(xs[n], 4, (0, 1))[0]
+        assert (event.step, value.num, value.sum) == (n, 6, pytest.approx(xs[n].sum(), rel=1e-6))
+        assert value.sum_squares == pytest.approx(np.square(xs[n]).sum(), rel=1e-6)
+        assert value.bucket == np.trim_zeros(counts).tolist()
+        assert value.bucket_limit == [edge for edge, count in zip((0.25, 0.5, 0.75, 1), counts, strict=True) if count]
+    for n, event in enumerate(found.Images("frame")):
+        pixels = np.asarray(PIL.Image.open(io.BytesIO(event.encoded_image_string)))
+        assert (event.step, event.height, event.width) == (n, 2, 1)
+        np.testing.assert_array_equal(pixels, np.round(255 * xs[n].reshape(2, 1, 3)))
+    (config,) = found.Tensors("config")
+    (text,) = config.tensor_proto.string_val
+    assert json.loads(text.decode().removeprefix("```json").removesuffix("```")) == {"lr": 0.1, "layers": [2, 3]}
+    notes = [(e.step, e.tensor_proto.string_val[0].decode()) for e in found.Tensors("notes")]
+    assert notes == [(3, "*one*"), (4, "two")]
+    assert found.SummaryMetadata("notes").plugin_data.plugin_name == "text"
+
+
+@needs_tensorboard
+def test_lanes_inside_a_run(tmp_path):
+    def masked(x):
+        big = x[0] > 0.15
+        lox.log({"h": lox.Histogram(x, 4, (0, 1)), "frame": lox.Image(x.reshape(2, 3)), "x": x[0]}, where=big)
+
+    with TensorBoardLogger(tmp_path) as logger:
+        logger.spool(jax.vmap(masked), logger.init(jax.random.key(0)))(jnp.stack([X, X / 2, X / 4 + 0.5]))
+    found = read(tmp_path / "0")
+    assert found.Tags()["images"] == ["frame/2"]
+    assert scalars(found, "x/2") == [(0, np.float32(0.525))]
+    assert found.Histograms("h")[0].histogram_value.num == 6
+
+
+@needs_tensorboard
+def test_which_step_counts(tmp_path):
+    with TensorBoardLogger(tmp_path, step="frame") as logger:
+        state = logger.init(jax.random.key(0))
+        logger.log(state, {"a": 1.0}, step=3, frame=30)
+        logger.log(state, {"b": 1.0}, epoch=5)
+        logger.log(state, {"b": 2.0}, epoch=5.7)
+        logger.log(state, {"c": 1.0})
+        logger.log(state, {"c": 2.0})
+        logger.log(state, {"step": 7.0}, frame=2)
+    found = read(tmp_path / "0")
+    assert {tag: scalars(found, tag) for tag in found.Tags()["scalars"]} == {
+        "a": [(30, 1.0)],
+        "step": [(30, 3.0)],
+        "b": [(5, 1.0), (5, 2.0)],
+        "c": [(0, 1.0), (1, 2.0)],
+        "step [key]": [(2, 7.0)],
+    }
+
+
+@needs_tensorboard
+def test_large_arrays_are_not_guessed_at(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    state = logger.init(jax.random.key(0))
+    with pytest.warns(lox.LoxWarning, match="TensorBoardLogger cannot show 'x'"):
+        logger.log(state, {"x": np.zeros((40, 40)), "y": 1.0})
+        with pytest.raises(
+            lox.LogTypeError, match=r"'x': it is an array of float64 with shape \(40, 40\).*64 elements"
+        ):
+            logger.close()
+    assert read(tmp_path / "0").Tags()["scalars"] == ["y"]  # the others are not concerned
+    with TensorBoardLogger(tmp_path, arrays="histogram") as logger:
+        logger.log(logger.init(jax.random.key(1)), {"x": np.arange(100), "y": 1.0})
+    value = read(tmp_path / "1").Histograms("x")[0].histogram_value
+    assert (value.num, value.sum, sum(value.bucket)) == (100, 4950, 100)
+    assert (value.min, value.max) == (0, 99)
+    with pytest.raises(lox.OptionError, match="`arrays` is 'no'; choose 'elements' and 'histogram'"):
+        TensorBoardLogger(tmp_path, arrays="no")
+
+
+@needs_tensorboard
+def test_names_that_look_alike_stay_apart(tmp_path):
+    with TensorBoardLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0))
+        logger.log(state, {"a": {"b": 1.0}})
+        logger.log(state, {"a/b": 2.0})
+        logger.log(state, {"a": {"b": 3.0}})
+    found = read(tmp_path / "0")
+    assert scalars(found, "a/b") == [(0, 1.0), (1, 3.0)]
+    assert scalars(found, "a/b [key]") == [(0, 2.0)]
+
+
+def test_more_runs_than_files_may_be_open(tmp_path):
+    with TensorBoardLogger(tmp_path) as logger:
+        states = jax.vmap(logger.init)(jax.vmap(jax.random.key)(jnp.arange(100)))
+        for _ in range(2):
+            jax.vmap(lambda state: logger.log(state, {"x": 1.0}))(states)
+        logger.flush()
+        assert len(logger._open_files) == 64
+    sizes = {path.stat().st_size for path in tmp_path.glob("*/events*")}
+    assert len(list(tmp_path.iterdir())) == 100
+    assert len(sizes) == 1
+
+
+@needs_tensorboard
+def test_example(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with jax.numpy_dtype_promotion("standard"):
+        import tensorboard_ppo
+
+        lengths = tensorboard_ppo.main(tmp_path)
+    sys.modules.pop("tensorboard_ppo")
+    assert "tensorboard --logdir" in capsys.readouterr().out
+    assert len(list(tmp_path.iterdir())) == 8
+    for folder in tmp_path.iterdir():
+        found = read(folder)
+        assert len(found.Scalars("loss/policy")) == len(found.Histograms("gradients")) == 20
+        assert len(found.Scalars("episode_length")) == len(found.Images("visited")) == 10
+    assert lengths.shape == (8, 10)

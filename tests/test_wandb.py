@@ -1,0 +1,311 @@
+"""`lox.wandb` and `WandbLogger` with the real client, offline: every value and step is read back from its files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import wandb_file
+
+import lox
+import lox.wandb
+from lox.loggers import WandbLogger
+from lox.loggers._bands import t95
+
+wandb = pytest.importorskip("wandb")
+EXAMPLES = Path(__file__).parent.parent / "examples"
+KEYS = jax.vmap(jax.random.key)(jnp.array([7, 8, 9]))
+
+
+@pytest.fixture
+def offline(tmp_path):
+    """Arguments, since the client reads its variables only once in a process."""
+    quietly = {"silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
+    return {"mode": "offline", "dir": str(tmp_path), "project": "p", "settings": quietly}
+
+
+def rows_of(file, *columns):
+    return [tuple(row.get(column) for column in columns) for row in file.rows]
+
+
+def train(x):
+    def step(x, i):
+        lox.log({"loss": x}, step=i, episode=i // 2)
+        return x + jnp.float32(0.5), None
+
+    return jax.lax.scan(step, x, jnp.arange(3))[0]
+
+
+# --- the module ---
+
+
+def test_one_run_per_lane(tmp_path, offline):
+    @jax.jit
+    @jax.vmap
+    def program(key, rate):
+        run = lox.wandb.init(key, **offline, group="seeds", config={"rate": rate, "name": "sgd"}, tags=["a"])
+        lox.wandb.log(run, {"x": rate}, step=3)
+        lox.wandb.log(run, lox.spool(train)(rate)[1], prefix="train/")
+        lox.wandb.finish(run)
+        return run
+
+    runs = program(KEYS, jnp.array([0.0, 1.0, 2.0]))
+    lox.wandb.flush()
+    files = wandb_file.read_all(tmp_path)
+    assert set(files) == {"7", "8", "9"}
+    for rate, file in zip((0, 1, 2), (files["7"], files["8"], files["9"]), strict=True):
+        assert (file.group, file.project, file.exit_code) == ("seeds", "p", 0)
+        assert file.config == {"rate": rate, "name": "sgd"}
+        assert file.events("step", "episode") == {
+            "x": [({"step": 3}, rate)],
+            "train/loss": [({"step": n, "episode": n // 2}, rate + n / 2) for n in range(3)],
+        }
+    one = jax.tree.map(lambda x: x[0], runs)
+    with pytest.raises(lox.LoxError, match="is finished: begin another one with `init`"):
+        lox.wandb.log(one, {"x": 1.0})
+    with pytest.raises(lox.LoxError, match="is finished"):
+        lox.wandb.finish(one)
+
+
+def test_eagerly(tmp_path, offline):
+    run = lox.wandb.init(jax.random.key(1), **offline, name="mine", config={"a": 1})
+    other = lox.wandb.init(jax.random.key(1), **offline, name="mine")
+    lox.wandb.log(run, {"x": 1.5})
+    lox.wandb.finish(run)  # while the other goes on
+    lox.wandb.log(other, {"x": 2.5})
+    lox.wandb.finish(other)
+    files = wandb_file.read_all(tmp_path)
+    assert {name: file.events() for name, file in files.items()} == {
+        "mine-1": {"x": [({}, 1.5)]},
+        "mine-1.1": {"x": [({}, 2.5)]},
+    }
+    with pytest.raises(lox.LogTypeError, match="`config` is 3; it must be a dict"):
+        lox.wandb.init(jax.random.key(1), config=3)
+
+
+def test_without_the_client(tmp_path):
+    (tmp_path / "wandb.py").write_text("raise ImportError('not here')")
+    program = (
+        "import jax, lox.wandb\n"
+        "for use in (lambda: lox.wandb.init(jax.random.key(0)), lox.loggers.WandbLogger):\n"
+        "    try:\n"
+        "        use()\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    message = "Weights & Biases is not installed, and lox's logger for it needs it: pip install 'lox-jax[wandb]'\n"
+    assert done.stdout == 2 * message, done.stderr
+
+
+# --- steps ---
+
+
+def test_steps_that_rise_are_those_of_wandb(tmp_path, offline):
+    with WandbLogger(**offline) as logger:
+        state = logger.init(jax.random.key(0))
+        logger.log(state, {"a": 1.0}, step=5)
+        logger.log(state, {"b": 2.0}, step=5)  # joins the row
+        logger.log(state, {"a": 3.0}, step=9)
+    file = wandb_file.read_all(tmp_path)["0"]
+    assert rows_of(file, "_step", "step", "a", "b") == [(5, 5, 1.0, 2.0), (9, 9, 3.0, None)]
+    assert file.metrics == {"step": "", "a": "step", "b": "step"}
+
+
+def test_no_event_is_dropped_or_replaced(tmp_path, offline):
+    with WandbLogger(**offline) as logger:
+        state = logger.init(jax.random.key(0))
+        for value, step in enumerate([10, 10, 3, 11, 3, 12]):
+            logger.log(state, {"a": value}, step=step)
+            logger.log(state, {"loose": value})
+            logger.flush()
+    file = wandb_file.read_all(tmp_path)["0"]
+    assert file.events("step") == {
+        "a": [({"step": step}, value) for value, step in enumerate([10, 10, 3, 11, 3, 12])],
+        "loose": [({}, value) for value in range(6)],
+    }
+    own = [row["_step"] for row in file.rows]
+    assert own == sorted(set(own))
+    assert "loose" not in file.metrics
+
+
+def test_spooled_keys_are_sorted_by_step(tmp_path, offline):
+    def f():
+        for step in range(4):
+            lox.log({"fast": step}, step=step)
+        lox.log({"slow": 1}, step=1)
+        lox.log({"slow": 2}, step=3)
+
+    with WandbLogger(**offline) as logger:
+        logger.spool(f, logger.init(jax.random.key(0)))()
+    file = wandb_file.read_all(tmp_path)["0"]
+    assert rows_of(file, "_step", "fast", "slow") == [(0, 0, None), (1, 1, 1), (2, 2, None), (3, 3, 2)]
+
+
+def test_other_steps_are_axes_of_their_own(tmp_path, offline):
+    with WandbLogger(**offline) as logger:
+        state = logger.init(jax.random.key(0))
+        logger.log(state, {"win.rate": 0.5}, episode=100)
+        logger.log(state, {"win.rate": 0.75}, episode=50)
+        logger.log(state, {"step": 1.0, "_step": 2.0}, step=4)
+    file = wandb_file.read_all(tmp_path)["0"]
+    assert file.metrics["win\\.rate"] == "episode"
+    assert rows_of(file, "_step", "episode", "win.rate")[:2] == [(0, 100, 0.5), (1, 50, 0.75)]
+    # A key may be called like a step, or like a column of W&B's own.
+    assert rows_of(file, "_step", "step", "step [key]", "_step [key]")[2:] == [(4, 4, 1.0, 2.0)]
+
+
+# --- values ---
+
+
+def test_values(tmp_path, offline):
+    with WandbLogger(**offline) as logger:
+        state = logger.init(jax.random.key(0))
+        logger.log(state, {"f": np.float32(0.1), "i": np.int64(2**40), "b": True, "nan": np.nan, "inf": -np.inf})
+        logger.log(state, {"pair": np.array([1, 2]), "tree": {"a": 1.5}})
+    (row,) = wandb_file.read_all(tmp_path)["0"].rows
+    assert (row["f"], row["i"], row["b"]) == (0.1, 2**40, True)
+    assert np.isnan(float(row["nan"]))
+    assert float(row["inf"]) == -np.inf
+    assert (row["pair/0"], row["pair/1"], row["tree/a"]) == (1, 2, 1.5)
+
+
+def test_large_arrays_become_histograms_only_when_asked(tmp_path, offline):
+    logger = WandbLogger(**offline)
+    state = logger.init(jax.random.key(0))
+    with pytest.warns(lox.LoxWarning, match="WandbLogger cannot show 'x'"):
+        logger.log(state, {"x": np.zeros((40, 40), np.float32), "y": 1.0})
+        with pytest.raises(lox.LogTypeError, match=r"shape \(40, 40\)(.|\n)*lox.Histogram(.|\n)*arrays='histogram'"):
+            logger.close()
+    with WandbLogger(**offline, arrays="histogram") as logger:
+        logger.log(logger.init(jax.random.key(1)), {"x": np.arange(1600.0).reshape(40, 40)})
+    files = wandb_file.read_all(tmp_path)
+    assert files["0"].events() == {"y": [({}, 1.0)]}
+    (row,) = files["1"].rows
+    assert row["x"]["_type"] == "histogram"
+    assert sum(row["x"]["values"]) == 1600
+
+
+@pytest.mark.parametrize("how", ["spool", "tap"])
+def test_histograms_and_images(tmp_path, how, offline):
+    import PIL.Image
+
+    def show(x):
+        def step(x, i):
+            lox.log({"h": lox.Histogram(x, 4, (0, 1)), "frame": lox.Image(x.reshape(2, 1, 3))}, step=i)
+            return x / 2, None
+
+        return jax.lax.scan(step, x, jnp.arange(2))[0]
+
+    x = np.array([0.1, 0.2, 0.4, 0.6, 0.8, 1.0], np.float32)
+    with WandbLogger(**offline) as logger:
+        getattr(logger, how)(show, logger.init(jax.random.key(0)))(x)
+    file = wandb_file.read_all(tmp_path)["0"]
+    for n, row in enumerate(file.rows):
+        counts = np.histogram(x / 2**n, 4, (0, 1))[0]
+        assert row["step"] == n
+        assert row["h"]["values"] == np.trim_zeros(counts).tolist()
+        assert row["h"]["bins"] == [0.0, 0.25, 0.5, 0.75, 1.0][: np.count_nonzero(counts) + 1]
+        pixels = np.asarray(PIL.Image.open(file.folder / "files" / row["frame"]["path"]))
+        np.testing.assert_array_equal(pixels, np.round(255 * (x / 2**n).reshape(2, 1, 3)))
+
+
+def test_more_bins_than_wandb_takes(tmp_path, offline):
+    with WandbLogger(**offline) as logger:
+        values = np.linspace(0, 1, 4000, dtype=np.float32)
+        logger.log(logger.init(jax.random.key(0)), {"h": lox.Histogram(values, 1000, (0, 1))})
+    ((row,),) = [file.rows for file in wandb_file.read_all(tmp_path).values()]
+    assert len(row["h"]["values"]) == 500
+    assert sum(row["h"]["values"]) == 4000
+    assert (row["h"]["bins"][0], row["h"]["bins"][-1]) == (0, 1)
+
+
+# --- many lanes as one ---
+
+
+def test_aggregate(tmp_path, offline):
+    xs = jnp.array([0.0, 1.0, 5.0])
+    with WandbLogger(**offline, name="all", aggregate=True) as logger:
+        init = jax.vmap(lambda key, rate: logger.init(key, {"rate": rate, "kind": "sgd"}))
+        states = init(KEYS, xs)
+        jax.jit(jax.vmap(lambda state, x: logger.tap(train, state, buffer=2)(x)))(states, xs)
+    (file,) = wandb_file.read_all(tmp_path).values()
+    assert file.name == "all"
+    assert file.config == {"runs": ["7", "8", "9"], "rate": [0, 1, 5], "kind": "sgd"}
+    mean, std = 2.0, np.std([0, 1, 5], ddof=1)
+    margin = 4.303 * std / np.sqrt(3)
+    assert rows_of(file, "step", "episode", "loss") == [(n, n // 2, mean + n / 2) for n in range(3)]
+    for n, row in enumerate(file.rows):
+        found = [row["loss/std"], row["loss/ci95_low"], row["loss/ci95_high"]]
+        np.testing.assert_allclose(found, [std, mean + n / 2 - margin, mean + n / 2 + margin], rtol=1e-6)
+    assert file.metrics["loss/std"] == "step"
+
+
+def test_aggregate_lanes_that_differ(tmp_path, offline):
+    def f(x):
+        lox.log({"late": x}, step=x.astype(jnp.int32))  # each lane has a step of its own, two the same
+        lox.log({"big": x}, where=x > 1)
+        lox.log({"h": lox.Histogram(x[None], 2, (0, 4))})
+
+    with WandbLogger(**offline, aggregate=True) as logger:
+        states = jax.vmap(logger.init)(KEYS)
+        jax.vmap(lambda state, x: logger.spool(f, state)(x))(states, jnp.array([1.0, 3.0, 3.0]))
+    (file,) = wandb_file.read_all(tmp_path).values()
+    assert file.events("step")["late"] == [({"step": 1}, 1), ({"step": 3}, 3)]
+    assert file.events("step")["late/std"] == [({"step": 3}, 0)]  # one lane has no spread
+    assert file.events("step")["big"] == [({}, 3)]
+    assert file.events("step")["h"][0][1]["values"] == [1, 2]
+
+
+def test_t95():
+    np.testing.assert_allclose(
+        t95(np.array([2, 8, 31, 41, 121, 10_001])), [12.706, 2.365, 2.042, 2.021, 1.980, 1.960], 3e-4
+    )
+
+
+# --- the client's own ---
+
+
+def test_settings_and_ids(tmp_path, offline):
+    options = offline | {"id": "run", "settings": wandb.Settings(**offline["settings"]), "config": {"a": 1}}
+    with WandbLogger(**options) as logger:
+        jax.vmap(lambda key: logger.init(key, {"b": 2}))(KEYS[:2])
+        assert [run.resource.id for run in logger._pipeline.runs.values()] == ["run-7", "run-8"]
+        assert wandb.run is None  # the user's own run, if there is one, is left alone
+    assert wandb_file.read_all(tmp_path)["8"].config == {"a": 1, "b": 2}
+    with pytest.raises(lox.LogTypeError, match="`config` is 3"):
+        WandbLogger(config=3)
+    with pytest.raises(TypeError, match="no_such_option"):
+        WandbLogger(no_such_option=1).init(jax.random.key(0))
+
+
+def test_example(tmp_path):
+    """As users run it, with the variables that they know."""
+    variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_GROUP": "not this one", "WANDB_NOTES": "n"}
+    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path), "WANDB_SILENT": "true"}
+    environment.pop("JAX_NUMPY_DTYPE_PROMOTION", None)
+    script = [sys.executable, "-W", "error", str(EXAMPLES / "wandb_ppo.py")]
+    done = subprocess.run(script, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("episodes lasted")
+    assert not done.stderr
+    files = wandb_file.read_all(tmp_path)
+    together = files.pop("ppo, all seeds")
+    assert len(files) == 8
+    for file in files.values():
+        assert (file.group, file.project) == ("ppo", "lox-ppo")
+        events = file.events("step", "frames")
+        assert [steps for steps, _ in events["loss/policy"]] == [{"step": n} for n in range(20)]
+        assert [steps["frames"] for steps, _ in events["episode_length"]] == [512 * (n + 1) for n in range(10)]
+        assert len(events["gradients"]) == 20
+        assert len(events["visited"]) == 10
+    means = [row["entropy"] for row in together.rows if "entropy" in row]
+    each = [[row["entropy"] for row in file.rows if "entropy" in row] for file in files.values()]
+    np.testing.assert_allclose(means, np.mean(each, 0), rtol=1e-5)
