@@ -23,6 +23,8 @@ CONFIG, OPTIONS = "config", "options"
 class _End:
     """A job: no more events of these runs."""
 
+    size = 0  # in bytes, of the queue
+
     def __init__(self, numbers: list[int]):
         self.numbers = numbers
 
