@@ -1,6 +1,7 @@
 """What loggers do beyond the contract that all of them share."""
 
 import csv
+import errno
 import json
 import os
 import subprocess
@@ -558,3 +559,23 @@ def test_the_queue_is_bounded_in_bytes_too():
     assert len(logger.events["0"]["x"]) == 30
     assert max(waiting) <= 3 * 4000  # one more than fits
     assert logger._pipeline._writer._bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["CsvLogger", "JsonlLogger", "TensorBoardLogger"])
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EIO, errno.EINVAL])
+def test_what_the_disk_says_at_the_last_moment(tmp_path, monkeypatch, kind, reason):
+    def fsync(descriptor):
+        raise OSError(reason, os.strerror(reason))
+
+    logger = getattr(lox.loggers, kind)(tmp_path)
+    logger.log(logger.init(jax.random.key(1)), {"x": 1.0}, step=0)
+    logger.flush()
+    monkeypatch.setattr(os, "fsync", fsync)
+    if reason == errno.EINVAL:  # this is no file that can be put on disk, and no loss
+        logger.flush()
+    else:
+        with pytest.raises(OSError) as info:
+            logger.flush()
+        assert info.value.errno == reason
+    monkeypatch.undo()
+    logger.close()

@@ -1,12 +1,12 @@
 """One plain file per run: what `CsvLogger` and `JsonlLogger` share."""
 
 import collections
-import contextlib
+import errno
 import hashlib
 import json
 import os
 import pathlib
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 import numpy as np
 
@@ -96,9 +96,21 @@ class FileLogger(Logger):
         """Ask the system to put everything on disk."""
         for file in self._open_files.values():
             file.flush()
-            with contextlib.suppress(OSError):  # not every file system can; the text has been handed over anyway
-                os.fsync(file.fileno())
+            put_on_disk(file)
 
     def finish(self, run: Run) -> None:
         """Close the file."""
         self.forget(run)
+
+
+# What is said where there is no disk to put it on: then the data has been handed over, and that is all there is.
+_CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+def put_on_disk(file: IO[Any]) -> None:
+    """Ask the system to put on disk what was written. A disk that is full or broken may say so only now."""
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in _CANNOT:
+            raise

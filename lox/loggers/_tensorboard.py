@@ -1,7 +1,6 @@
 """`TensorBoardLogger`: event files for TensorBoard, without TensorBoard."""
 
 import collections
-import contextlib
 import functools
 import itertools
 import json
@@ -23,6 +22,7 @@ from lox._logdict import logdict
 from lox.loggers import _host, _tfevents
 from lox.loggers._base import Logger
 from lox.loggers._entries import Entry, Sorter, raise_problems
+from lox.loggers._files import put_on_disk
 from lox.loggers._rows import strict_json
 from lox.loggers._run import LoggerState, Run
 
@@ -186,8 +186,7 @@ class TensorBoardLogger(Logger):
     def commit(self) -> None:
         """Ask the system to put everything on disk."""
         for file in self._open_files.values():
-            with contextlib.suppress(OSError):  # not every file system can; the bytes have been handed over anyway
-                os.fsync(file.fileno())
+            put_on_disk(file)
 
     def finish(self, run: Run) -> None:
         """Close the file."""
