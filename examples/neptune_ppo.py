@@ -27,7 +27,7 @@ def train_and_log(key, learning_rate):
 def main():
     keys = jax.random.split(jax.random.key(0), SEEDS)
     jax.block_until_ready(train_and_log(keys, jnp.geomspace(0.003, 0.1, SEEDS)))
-    jax.effects_barrier()
+    lox.neptune.flush()
 
 
 if __name__ == "__main__":

@@ -24,17 +24,24 @@ imported without the client: `pip install 'lox-jax[neptune]'`.
 from collections.abc import Mapping
 from typing import Any
 
-from lox.loggers._functional import SeparateRuns, Shared
 from lox.loggers._neptune import NeptuneLogger as NeptuneLogger
 from lox.loggers._run import LoggerState, Run
+from lox.loggers._single_runs import SingleRuns, SingleRunsPipeline, split
 
 
-class _NeptuneRuns(SeparateRuns, NeptuneLogger):
-    def begin(self, run: Run, settings: dict[str, Any]) -> None:
-        self._begin(run, settings)
+class _Runs(NeptuneLogger):
+    """One for all runs, each with its own options."""
+
+    def _make_pipeline(self) -> SingleRunsPipeline:
+        return SingleRunsPipeline(self)
+
+    def open(self, run: Run) -> None:
+        """Begin a run of Neptune's with the options that `init` got."""
+        options, run.config = split(run)
+        self._begin(run, options)
 
 
-_logger = Shared(_NeptuneRuns)
+_runs = SingleRuns(_Runs)
 
 
 def init(key: Any, config: Mapping[str, Any] | None = None, **kwargs: Any) -> LoggerState:
@@ -48,7 +55,7 @@ def init(key: Any, config: Mapping[str, Any] | None = None, **kwargs: Any) -> Lo
     Returns:
         The run, a pytree of arrays.
     """
-    return _logger().init_with(key, config, kwargs)
+    return _runs.init(key, kwargs, config)
 
 
 def log(run: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: Any) -> None:
@@ -60,13 +67,20 @@ def log(run: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: An
         prefix: Put in front of every key.
         **steps: Steps of these events: one number for all, or one for each event.
     """
-    _logger().log(run, logs, prefix, **steps)
+    _runs.logger().log(run, logs, prefix, **steps)
+
+
+def flush() -> None:
+    """Wait until everything is handed to Neptune's client, and raise what went wrong meanwhile."""
+    _runs.logger().flush()
 
 
 def finish(run: LoggerState) -> None:
-    """End a run, after what was logged is written. What is not finished ends with the process.
+    """End a run, once all that was logged before is written. What is not finished ends with the process.
 
-    Raises:
-        Exception: What went wrong since the last time, unless this is inside of a transformation.
+    Outside of `jit`, this waits until it is done and raises what went wrong.
+
+    Args:
+        run: What `init` returned.
     """
-    _logger().finish_run(run)
+    _runs.finish(run)

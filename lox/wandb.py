@@ -75,5 +75,4 @@ def finish(run: LoggerState) -> None:
     Args:
         run: What `init` returned.
     """
-    if _runs.finish(run):
-        flush()
+    _runs.finish(run)

@@ -362,7 +362,7 @@ def test_neptune_functions_under_vmap(jit, neptune_folder):
         return run
 
     runs = train(jax.vmap(jax.random.key)(jnp.arange(3)), jnp.array([1.0, 2.0, 4.0]))
-    jax.effects_barrier()
+    lox.neptune.flush()
     names = sorted(read_neptune(neptune_folder))
     for name, rate in zip(names, [1.0, 2.0, 4.0], strict=True):
         series = read_neptune(neptune_folder)[name]
@@ -411,7 +411,7 @@ def test_neptune_runs_may_end_in_some_lanes_only(neptune_folder):
         jax.lax.cond(number > 0, lambda: lox.neptune.finish(run), lambda: None)
 
     train(runs, jnp.arange(2))
-    jax.effects_barrier()
+    lox.neptune.flush()
     first, second = (jax.tree.map(lambda x, n=n: x[n], runs) for n in range(2))
     lox.neptune.log(first, {"a": 5})
     with pytest.raises(lox.LoxError, match="run '101' is finished"):

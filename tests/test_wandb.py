@@ -65,7 +65,7 @@ def test_one_run_per_lane(tmp_path, offline):
             "train/loss": [({"step": n, "episode": n // 2}, rate + n / 2) for n in range(3)],
         }
     one = jax.tree.map(lambda x: x[0], runs)
-    with pytest.raises(lox.LoxError, match="is finished: begin another one with `init`"):
+    with pytest.raises(lox.LoxError, match="is finished: `init` begins a new one"):
         lox.wandb.log(one, {"x": 1.0})
     with pytest.raises(lox.LoxError, match="is finished"):
         lox.wandb.finish(one)

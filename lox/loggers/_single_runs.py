@@ -34,12 +34,12 @@ class SingleRunsPipeline(Pipeline):
 
     def __init__(self, logger: Logger):
         super().__init__(logger)
-        self._ended: set[int] = set()
+        self._ended: dict[int, str] = {}
 
     def unknown(self, number: int) -> _errors.LoxError:
         """For a run that is not one of this logger's, or no longer."""
         if number in self._ended:
-            return _errors.LoxError(f"run number {number} is finished: begin another one with `init`.")
+            return _errors.LoxError(f"run {self._ended[number]!r} is finished: `init` begins a new one.")
         return super().unknown(number)
 
     def end(self, where: Laned, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> Any:
@@ -63,7 +63,7 @@ class SingleRunsPipeline(Pipeline):
         if run is None:
             self.errors.add(self.unknown(number), "finishing a run")
             return
-        self._ended.add(number)
+        self._ended[number] = run.name
         if number not in self.broken:
             with self.isolated(f"finishing run {run.name!r}"):
                 self.logger.finish(run)
@@ -94,14 +94,15 @@ class SingleRuns:
         boxed = {name: Box(value) for name, value in options.items()}
         return self.logger().init(key, config={CONFIG: dict(config or {}), OPTIONS: boxed})
 
-    def finish(self, state: LoggerState) -> bool:
-        """End a run, when everything that was logged before is written; says whether the caller can wait for that."""
+    def finish(self, state: LoggerState) -> None:
+        """End a run, when everything that was logged before is written; outside of jit, wait for that."""
         logger = self.logger()
         pipeline = logger._pipeline
         assert isinstance(pipeline, SingleRunsPipeline)
         run = jnp.asarray(logger._run_of(state, "finish"), jnp.int32)
         _host.call(pipeline.end, [run])
-        return _compat.is_evaluating()
+        if _compat.is_evaluating():
+            logger.flush()
 
 
 class Box:
