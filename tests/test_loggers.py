@@ -16,21 +16,12 @@ import numpy as np
 import pytest
 from exact import same
 from logger_cases import LaneRecorder, Recorder
+from seed_programs import with_steps
 
 import lox
 import lox.loggers
 from lox.loggers import CsvLogger, JsonlLogger, MultiLogger
 from lox.store.names import base_name
-
-
-def with_steps(xs):
-    def body(i, carry):
-        carry += xs[i]
-        lox.log({"carry": carry}, step=i, episode=i // 2)
-        return carry
-
-    return jax.lax.fori_loop(0, len(xs), body, 0)
-
 
 CARRY = [({"step": 0, "episode": 0}, 0), ({"step": 1, "episode": 0}, 1), ({"step": 2, "episode": 1}, 3)]
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from exact import same
 from machine import Disk, finish, load_whatever_is_whole, refuse, start
+from seed_programs import with_steps
 
 import lox
 from lox.store import Reader
@@ -27,15 +28,6 @@ FULL_SIZE = bool(os.environ.get("LOX_FULL_SIZE"))
 
 
 # --- the examples of the seed documents ---
-
-
-def with_steps(xs):
-    def body(i, carry):
-        carry += xs[i]
-        lox.log({"carry": carry}, step=i, episode=i // 2)
-        return carry
-
-    return jax.lax.fori_loop(0, len(xs), body, 0)
 
 
 def check_carry(logs, times=1):
@@ -595,9 +587,10 @@ def test_full_until_the_end(tmp_path, monkeypatch):
     run(0)
     logger.flush()
     Disk(monkeypatch, 0)
-    assert int(run(500)) == 1000
-    with pytest.warns(lox.LoxWarning, match="No space left"), pytest.raises(lox.StoreError) as caught:
-        logger.close()
+    with pytest.warns(lox.LoxWarning, match="No space left"):
+        assert int(run(500)) == 1000
+        with pytest.raises(lox.StoreError) as caught:
+            logger.close()
     assert caught.value.errno == errno.ENOSPC
     assert "500 events were not written" in str(caught.value)
     monkeypatch.undo()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import boolean, f32, i32, same
+from seed_programs import with_steps
 
 import lox
 from lox import logify
@@ -24,15 +25,6 @@ def accumulate(xs):
 
     y, _ = jax.lax.scan(step, 0, xs)
     return y
-
-
-def with_steps(xs):
-    def body(i, carry):
-        carry += xs[i]
-        lox.log({"carry": carry}, step=i, episode=i // 2)
-        return carry
-
-    return jax.lax.fori_loop(0, len(xs), body, 0)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])

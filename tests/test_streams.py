@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import lox
+import lox.testing
 
 NOTHING = lambda logs: None  # noqa: E731
 
@@ -235,16 +236,23 @@ def test_python_numbers(x: Any) -> None:
     def f(x: Any) -> Any:
         return lax.scan(lambda c, i: (c, lox.log({"c": c}) and i), x, jnp.arange(2.0))[0]
 
+    got: list[lox.logdict] = []
+    rounded = np.asarray(jnp.asarray(x))
     for fun in (
-        lox.spool(lox.tap(f, NOTHING, reduce="max")),
-        lox.spool(lox.tap(f, NOTHING, buffer=3, interval=2)),
-        lox.tap(lox.tap(f, NOTHING, reduce="max"), NOTHING),
-        lox.spool(lambda x: lox.spool(f, reduce="max")(x)[0]),
-        lox.spool(lox.tap(f, NOTHING, interval=2)),
+        lox.tap(f, got.append, reduce="max"),
+        lox.tap(f, got.append, buffer=3, interval=2),
+        lox.tap(lox.tap(f, NOTHING, reduce="max"), got.append),
+        lox.tap(f, got.append, interval=2),
+        lambda x: lox.spool(lox.tap(f, got.append), reduce="max")(x)[0],
     ):
-        fun(x)
+        got.clear()
+        _, logs = lox.spool(fun)(x)
+        assert got and all(np.all(np.asarray(event["c"]) == rounded) for event in got)
+        assert np.all(np.asarray(logs.get("c", rounded)) == rounded)
     if isinstance(x, float):
-        jax.grad(lambda x: (lox.log({"x": x}), x)[1])(x)
+        with lox.testing.capture() as events:
+            jax.grad(lambda x: (lox.log({"x": x}), x)[1])(x)
+        assert [float(event["x"]) for event in events] == [float(rounded)]
 
 
 def test_a_shard_map_in_a_loop_that_logs_another_key() -> None:

@@ -32,14 +32,15 @@ class WandbFile:
         return found
 
 
-def read_all(path, seconds=20.0):
+def read_all(path, seconds=60.0):
     """All runs in a folder, by name. They must be finished: W&B's own process may take a moment to write that down."""
-    paths, deadline = sorted(pathlib.Path(path).glob("wandb/offline-run-*/run-*.wandb")), time.monotonic() + seconds
-    files = [read(file) for file in paths]
-    while any(file.exit_code is None for file in files):
+    deadline = time.monotonic() + seconds
+    while True:
+        files = [read(file) for file in sorted(pathlib.Path(path).glob("wandb/offline-run-*/run-*.wandb"))]
+        if files and all(file.exit_code is not None for file in files):
+            break
         assert time.monotonic() < deadline, "a run was not finished"
         time.sleep(0.005)
-        files = [read(file) for file in paths]
     assert len({file.name for file in files}) == len(files)
     return {file.name: file for file in files}
 
@@ -87,6 +88,8 @@ def _records(data):
             at += left
             continue
         part, at = data[at + 7 : at + 7 + length], at + 7 + length
+        if at > len(data):  # W&B's own process is still writing this one
+            return
         first, last = kind in (1, 2), kind in (1, 4)
         parts = part if first else parts + part
         if last:
