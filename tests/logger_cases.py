@@ -172,9 +172,9 @@ def _quiet_console():
 
 # --- trackers: the real clients, offline ---
 
-HAS_NEPTUNE, HAS_MLFLOW, HAS_TRACKIO = (
+HAS_NEPTUNE, HAS_MLFLOW, HAS_TRACKIO, HAS_WANDB = (
     all(importlib.util.find_spec(name) for name in names)
-    for names in (["neptune"], ["mlflow", "sqlalchemy", "alembic"], ["trackio"])
+    for names in (["neptune"], ["mlflow", "sqlalchemy", "alembic"], ["trackio"], ["wandb"])
 )
 
 
@@ -281,7 +281,7 @@ CASES = [
 ]
 if importlib.util.find_spec("tensorboard"):
     CASES.append(Case("tensorboard", TensorBoardLogger, _read_tensorboard, stored=_one_step))
-if importlib.util.find_spec("wandb"):
+if HAS_WANDB:
     CASES.append(Case("wandb", _make_wandb, _read_wandb, reads_while_open=False))
 with contextlib.suppress(ImportError):
     import rich  # noqa: F401

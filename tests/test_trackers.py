@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import logger_cases
 import numpy as np
 import pytest
+import wandb_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logger_cases import make_mlflow, make_neptune, make_trackio, read_mlflow, read_neptune, read_trackio
@@ -424,28 +425,44 @@ def test_neptune_runs_may_end_in_some_lanes_only(neptune_folder):
 # --- at the end of the process ---
 
 
-@needs_neptune
-@needs_trackio
+@pytest.mark.skipif(
+    not (logger_cases.HAS_NEPTUNE and logger_cases.HAS_MLFLOW and logger_cases.HAS_TRACKIO and logger_cases.HAS_WANDB),
+    reason="not all clients are installed",
+)
 def test_what_nobody_closed_is_written_at_exit(tmp_path):
     """The clients end their runs at exit too, and must not be first."""
-    script = """
-import jax, jax.numpy as jnp, lox, lox.neptune, time
-from lox.loggers import NeptuneLogger, TrackioLogger
+    script = f"""
+import jax, jax.numpy as jnp, lox, lox.neptune, lox.wandb, time
+from lox.loggers import MLflowLogger, NeptuneLogger, TrackioLogger, WandbLogger
 
 def slowly(logger):
     write = logger.write_lanes
     logger.write_lanes = lambda *args: (time.sleep(0.3), write(*args))
     return logger
 
-run = lox.neptune.init(jax.random.key(1))
-for logger in slowly(NeptuneLogger()), slowly(TrackioLogger("p", auto_log_cpu=False, auto_log_gpu=False)):
-    logger.log(logger.init(jax.random.key(2)), {"a": 3}, step=4)
-lox.neptune.log(run, {"a": 3}, step=4)
+runs = lox.neptune.init(jax.random.key(1)), lox.wandb.init(jax.random.key(1))
+for logger in (
+    NeptuneLogger(),
+    MLflowLogger({str(tmp_path)!r}, {logger_cases.mlflow_uri()!r}),
+    TrackioLogger("p", auto_log_cpu=False, auto_log_gpu=False),
+    WandbLogger(),
+):
+    slowly(logger)
+    logger.log(logger.init(jax.random.key(2)), {{"a": 3}}, step=4)
+lox.neptune.log(runs[0], {{"a": 3}}, step=4)
+slowly(lox.wandb._runs.logger())
+lox.wandb.log(runs[1], {{"a": 3}}, step=4)
 """
     environment = {**os.environ, "NEPTUNE_DATA_DIRECTORY": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio")}
+    environment |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     done = subprocess.run([sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True)
     assert "Error" not in done.stderr, done.stderr
-    assert read_neptune(tmp_path) == {name: {"a": [({"step": 4}, 3.0)]} for name in "12"}
+    event = {"a": [({"step": 4}, 3.0)]}
+    assert read_neptune(tmp_path) == {name: event for name in "12"}
+    assert read_mlflow(MLflowLogger(str(tmp_path), logger_cases.mlflow_uri())) == {"2": event}
+    assert {name: file.events("step") for name, file in wandb_file.read_all(tmp_path).items()} == {
+        name: event for name in "12"
+    }
     with sqlite3.connect(tmp_path / "trackio" / "p.db") as database:
         assert [(s, json.loads(m)) for s, m in database.execute("SELECT step, metrics FROM metrics")] == [(4, {"a": 3})]
     database.close()
@@ -458,14 +475,16 @@ def test_what_to_install_is_said_at_first_use():
     """In a process of its own, in which none of the clients can be found."""
     script = """
 import sys
-for name in ("neptune", "mlflow", "sqlalchemy", "trackio"):
+for name in ("neptune", "mlflow", "sqlalchemy", "trackio", "wandb"):
     sys.modules[name] = None
-import jax, lox, lox.neptune
+import jax, lox, lox.neptune, lox.wandb
 for extra, use in {
     "neptune": lambda: lox.neptune.init(jax.random.key(0)),
     "neptune ": lambda: lox.loggers.NeptuneLogger(),
     "mlflow": lambda: lox.loggers.MLflowLogger(),
     "trackio": lambda: lox.loggers.TrackioLogger("p"),
+    "wandb": lambda: lox.wandb.init(jax.random.key(0)),
+    "wandb ": lambda: lox.loggers.WandbLogger(),
 }.items():
     try:
         use()

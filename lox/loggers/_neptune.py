@@ -1,6 +1,5 @@
 """`NeptuneLogger`: runs of Neptune."""
 
-import atexit
 import json
 import os
 from typing import Any
@@ -49,7 +48,6 @@ class NeptuneLogger(CurveLogger):
         super().__init__(step, max_elements)
         self._client = client("neptune", "neptune", type(self).__name__.lstrip("_"))
         self._kwargs = kwargs
-        self._open_runs: set[int] = set()
 
     @staticmethod
     def key_of(name: str) -> str:
@@ -66,11 +64,6 @@ class NeptuneLogger(CurveLogger):
         if options.get("mode") is None and not os.environ.get("NEPTUNE_MODE"):
             options["mode"] = "offline"
         run.resource = _NeptuneRun(self._client.init_run(**options))
-        # The client stops its runs when Python exits, and the last to register is the first to be called: events that
-        # are still queued then have to be written before.
-        self._open_runs.add(run.id)
-        atexit.unregister(self.close)
-        atexit.register(self.close)
         paths = run.resource.paths
         for path, value in flat(run.config):
             run.resource.client[paths.of("config", "config/" + "/".join(path))] = _plain(value)
@@ -97,9 +90,6 @@ class NeptuneLogger(CurveLogger):
     def finish(self, run: Run) -> None:
         """Stop the run, which sends what is left if there is a server."""
         self._curves.pop(run.id, None)
-        self._open_runs.discard(run.id)
-        if not self._open_runs:
-            atexit.unregister(self.close)
         run.resource.client.stop()
 
 

@@ -109,6 +109,10 @@ class Pipeline:
             with self.isolated(f"opening {_run_names(together)}"):
                 self.logger.open_lanes(together)
                 self.broken.difference_update(numbers)
+        # A client that ends its own runs at exit has asked for that while it opened the first one. Who asks last is
+        # called first, and events that are still queued then have to be written before.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
 
     def _register(self) -> Writer:
         writer = self._writer
@@ -260,7 +264,6 @@ def effects() -> list[Exception]:
 _open_pipelines: dict[int, Pipeline] = {}
 
 
-@atexit.register
 def _close_all() -> None:
     """Whoever forgets to close a logger still gets its events, and its errors."""
     errors = [error for pipeline in list(_open_pipelines.values()) for error in pipeline.shut()]
