@@ -33,7 +33,7 @@ class _Runs(NeptuneLogger):
     """One for all runs, each with its own options."""
 
     def _make_pipeline(self) -> SingleRunsPipeline:
-        return SingleRunsPipeline(self)
+        return SingleRunsPipeline(self, "lox.neptune")
 
     def open(self, run: Run) -> None:
         """Begin a run of Neptune's with the options that `init` got."""

@@ -26,7 +26,7 @@ class _Runs(WandbLogger):
     """One for all runs, each with its own options."""
 
     def _make_pipeline(self) -> SingleRunsPipeline:
-        return SingleRunsPipeline(self)
+        return SingleRunsPipeline(self, "lox.wandb")
 
     def open(self, run: Run) -> None:
         """Begin a W&B run with the options that `init` got."""

@@ -171,7 +171,8 @@ def test_which_step_counts(tmp_path):
     assert {tag: scalars(found, tag) for tag in found.Tags()["scalars"]} == {
         "a": [(30, 1.0)],
         "step": [(30, 3.0)],
-        "b": [(5, 1.0), (5, 2.0)],
+        "b": [(5, 1.0), (6, 2.0)],  # no integer: the one after the last
+        "epoch": [(6, np.float32(5.7))],
         "c": [(0, 1.0), (1, 2.0)],
         "step [key]": [(2, 7.0)],
     }

@@ -240,7 +240,7 @@ class Logger:
         Raises:
             Exception: What host methods have raised since the last time; an `ExceptionGroup` if that is several.
         """
-        raise_all(type(self).__name__, self._pipeline.settle())
+        raise_all(self._pipeline.name, self._pipeline.settle())
 
     def close(self) -> None:
         """Write what is queued and end all runs. Closing twice does nothing.
@@ -248,7 +248,7 @@ class Logger:
         Raises:
             Exception: As for `flush`.
         """
-        raise_all(type(self).__name__, self._pipeline.shut())
+        raise_all(self._pipeline.name, self._pipeline.shut())
 
     def __enter__(self) -> Self:
         self._pipeline.require_open("with")
@@ -257,9 +257,9 @@ class Logger:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         errors = self._pipeline.shut()
         if error is None:
-            return raise_all(type(self).__name__, errors)
+            return raise_all(self._pipeline.name, errors)
         for late in errors:  # the error under way is what matters, but these must not get lost
-            error.add_note(f"{type(self).__name__} had an error too: {type(late).__name__}: {late}")
+            error.add_note(f"{self._pipeline.name} had an error too: {type(late).__name__}: {late}")
 
     # --- between program and host ---
 

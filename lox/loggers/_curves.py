@@ -1,172 +1,189 @@
-"""Logs as curves: numbers over integer steps, which is what trackers keep.
+"""Entries as curves: over one step that is an integer, which is all that most trackers know.
 
-A pytree has a curve per leaf, `stats/mean`, and a small array one per element, `xs/0`. The tracker's step is the
-event's step of a given name; the other steps of an event become curves themselves, so that nothing is lost.
+An event has as many steps as the program gave it. One of them becomes the tracker's; the others become curves
+themselves, so that nothing is lost. An event that has none, or one that is no integer, comes after the one before.
 """
 
-from typing import Any, NamedTuple
+import collections
+import dataclasses
+import json
+from typing import Any
 
 import jax
 import numpy as np
 
 from lox import _errors
+from lox._histogram import Histogram
+from lox._image import Image
 from lox._logdict import logdict
 from lox.loggers._base import Logger
-from lox.loggers._rows import Labels
+from lox.loggers._entries import MOST_ELEMENTS, Entry, Sorter, is_missing, raise_problems
+from lox.loggers._rows import bins, strict_json
 from lox.loggers._run import Run
 
+Value = np.ndarray | Histogram | Image  # a number, a histogram or a picture per event
 
-class Points(NamedTuple):
-    """Some points of a curve, in the order of their events."""
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Events under one name. All arrays begin with `(run, event)`; those of a single run with `(event,)`."""
 
     name: str
     steps: np.ndarray  # int64
-    values: np.ndarray  # float64, or integers
+    value: Value
+    valid: np.ndarray | None = None  # where the event happened; None: everywhere
+
+    def of_run(self, lane: int) -> "Curve":
+        """What happened in one run."""
+        happened = slice(None) if self.valid is None else self.valid[lane]
+        return Curve(self.name, self.steps[lane][happened], jax.tree.map(lambda x: x[lane][happened], self.value))
+
+    def numbers(self) -> np.ndarray:
+        """The values, if they are numbers: in double precision, which has room for all floats, or integers."""
+        assert isinstance(self.value, np.ndarray)
+        kind = self.value.dtype.kind
+        return (
+            self.value.astype(np.int64)
+            if kind == "b"
+            else self.value
+            if kind in "iu"
+            else self.value.astype(np.float64)
+        )
+
+    def events(self) -> list[tuple[int, Any]]:
+        """Step and value of each event, for what is not numbers."""
+        return [(step, jax.tree.map(lambda x, n=n: x[n], self.value)) for n, step in enumerate(self.steps.tolist())]
 
 
 class CurveLogger(Logger):
-    """Base class of loggers of trackers: a subclass implements `send`.
+    """Base class of loggers for such trackers. A subclass implements `send`.
 
     Args:
         step: The name of the step that is the tracker's.
-        max_elements: The size of the largest array whose elements are logged one by one.
+        arrays: What becomes of plain arrays: "elements" or "histogram".
+        max_elements: The size of the largest array whose elements become curves.
     """
 
-    def __init__(self, step: str, max_elements: int):
+    def __init__(self, step: str = "step", arrays: str = "elements", max_elements: int = MOST_ELEMENTS):
         if not isinstance(step, str):
             raise _errors.LogTypeError(f"`step` is {step!r}; it must be the name of a step, such as 'step'.")
-        if isinstance(max_elements, bool) or not isinstance(max_elements, int) or max_elements < 1:
-            raise _errors.OptionError(f"`max_elements` is {max_elements!r}; it must be a positive integer.")
-        self._step, self._max_elements = step, max_elements
-        self._curves: dict[int, Curves] = {}
-        self._names: set[str] = set()
+        self._curves = _Curves(step, Sorter(self._pipeline.name, arrays, max_elements))
 
-    def send(self, run: Run, points: list[Points]) -> None:
-        """Hand points to the client."""
+    def send(self, run: Run, curves: list[Curve]) -> None:
+        """Hand the events of one run to the client."""
         raise NotImplementedError
 
-    def write(self, run: Run, logs: logdict) -> None:
-        """Send what are numbers; complain about the rest."""
-        curves = self._curves.get(run.id)
-        if curves is None:
-            curves = self._curves[run.id] = Curves(self._step, self._max_elements)
-        points, too_large = curves.points(logs)
-        self.send(run, points)
-        if too_large:
-            name, size = next(iter(too_large.items()))
-            raise _errors.LogTypeError(
-                f"{type(self).__name__} did not write {_errors.listing(too_large)}: {name!r} has {size} elements per "
-                f"event, and a tracker keeps single numbers. Log its mean or another statistic, or let the elements be "
-                f"curves of their own: {type(self).__name__}(..., max_elements={size})."
-            )
+    def send_lanes(self, runs: list[Run], curves: list[Curve]) -> None:
+        """Hand over the events of several runs. By default, `send` is called for each."""
+        for lane, run in enumerate(runs):
+            some = [curve for curve in (curve.of_run(lane) for curve in curves) if len(curve.steps)]
+            with self._pipeline.isolated(
+                f"writing {_errors.listing([curve.name for curve in some])} of run {run.name!r}"
+            ):
+                self.send(run, some)
 
-    def _take_name(self, run: Run, taken: set[str]) -> None:
-        """Give the run a name that no other one has: 42 becomes 42.1."""
-        name, attempt = run.name, 0
-        while run.name in self._names or run.name in taken:
-            attempt += 1
-            run.name = f"{name}.{attempt}"
-        self._names.add(run.name)
+    def _in_numbers(self, curve: Curve) -> list[Curve]:
+        """For trackers that have no histograms: their means and standard deviations."""
+        histogram = curve.value
+        assert isinstance(histogram, Histogram)
+        parts = {"mean": np.asarray(histogram.mean), "std": np.asarray(histogram.std)}
+        return [Curve(self._curves.part_name(curve.name, part), curve.steps, x) for part, x in parts.items()]
 
+    def write_lanes(self, runs: list[Run], logs: logdict) -> None:
+        """Send what can be a curve; complain about the rest."""
+        curves, problems = self._curves.of([run.id for run in runs], logs)
+        self.send_lanes(runs, curves)
+        raise_problems(problems)
 
-class Curves:
-    """The curves of one run; it counts the events that have no step."""
-
-    def __init__(self, step: str, max_elements: int):
-        self._step, self._max_elements = step, max_elements
-        self._labels = Labels()
-        self._counts: dict[str, int] = {}
-
-    def points(self, logs: logdict) -> tuple[list[Points], dict[str, int]]:
-        """The points of these events, and the sizes of arrays that are too large."""
-        found: dict[Any, Points] = {}
-        too_large: dict[str, int] = {}
-        for key in logs:
-            steps = {name: np.asarray(of[key]) for name, of in logs.steps.items() if key in of}
-            valid = logs.valid.get(key)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(logs[key]):
-                label = self._labels.of("leaf" if path else "key", key + "".join("/" + _text(part) for part in path))
-                for part, x in _parts(np.asarray(leaf)):
-                    name = self._labels.of("part", label + part) if part else label
-                    size = int(np.prod(x.shape[1:], dtype=np.int64))
-                    if size > self._max_elements:
-                        too_large[name] = size
-                        continue
-                    axis, at = self._axis(steps, x)
-                    if at is None:
-                        at = self._counted(name, len(x))
-                    for n, points in enumerate(self._elements(name, "element", x, at, valid)):
-                        found[label, name, n] = points
-                    for other in steps.keys() - {axis}:
-                        y = _real(steps[other])
-                        if y.ndim < at.ndim:
-                            y = np.broadcast_to(y.reshape(y.shape + (1,) * (at.ndim - y.ndim)), at.shape)
-                        # Keys that are logged together have the same steps: one curve for all of them.
-                        same = (other, y.tobytes(), at.tobytes(), None if valid is None else valid.tobytes())
-                        curve = self._labels.of("step", other)
-                        for n, points in enumerate(self._elements(curve, "step element", y, at, valid)):
-                            found.setdefault((*same, n), points)
-        return [points for points in found.values() if len(points.steps)], too_large
-
-    def _axis(self, steps: dict[str, np.ndarray], x: np.ndarray) -> tuple[str | None, np.ndarray | None]:
-        """Which step is the tracker's: the one of that name, or the first; none if it is no integer."""
-        name = self._step if self._step in steps else next(iter(steps), None)
-        if name is None or steps[name].shape != x.shape[: steps[name].ndim]:
-            return None, None
-        whole = _integers(steps[name])
-        return (None, None) if whole is None else (name, whole)
-
-    def _counted(self, name: str, events: int) -> np.ndarray:
-        start = self._counts.get(name, 0)
-        self._counts[name] = start + events
-        return np.arange(start, start + events)
-
-    def _elements(self, name: str, kind: str, x: np.ndarray, at: np.ndarray, valid: np.ndarray | None) -> list[Points]:
-        points = []
-        for index in np.ndindex(x.shape[1:]):
-            keep = None if valid is None else _of_element(valid, index)
-            steps, values = _of_element(at, index), x[(slice(None), *index)]
-            if keep is not None and not keep.all():
-                steps, values = steps[keep], values[keep]
-            label = self._labels.of(kind, "/".join(map(str, (name, *index)))) if index else name
-            points.append(Points(label, steps, values))
-        return points
+    def finish(self, run: Run) -> None:
+        """No more events of this run."""
+        self._curves.forget(run.id)
 
 
-def _of_element(x: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
-    """The part of a step or of a mask that belongs to an element; it has the first of the value's axes, or fewer."""
-    x = x[(slice(None), *index[: x.ndim - 1])]
-    return x if x.ndim == 1 else x.any(tuple(range(1, x.ndim)))
+class _Curves:
+    """Makes curves of logs; knows at which step each curve of each run is."""
+
+    def __init__(self, step: str, sorter: Sorter):
+        self._step, self._sorter = step, sorter
+        self._last: collections.defaultdict[int, dict[str, int]] = collections.defaultdict(dict)
+        self._counted: set[str] = set()  # curves that had a step once which is no integer
+
+    def forget(self, run: int) -> None:
+        """There will be no more events of this run."""
+        self._last.pop(run, None)
+
+    def part_name(self, name: str, part: str) -> str:
+        """What a part of a curve is called."""
+        return self._sorter.part_name(name, part)
+
+    def of(self, runs: list[int], logs: logdict) -> tuple[list[Curve], list[Exception]]:
+        """The curves of these runs, and what cannot be one, as errors to be raised afterwards."""
+        entries, problems = self._sorter.sort(logs, lead=2)
+        curves: list[Curve] = []
+        others: dict[Any, Curve] = {}
+        for entry in entries:
+            axis = self._axis(entry)
+            steps = self._steps(runs, entry, axis)
+            curves.append(Curve(entry.name, steps, entry.value, entry.valid))
+            for name, x in entry.steps.items():
+                if name == axis:
+                    continue
+                missing = is_missing(x)
+                valid = entry.valid if not missing.any() else ~missing & (True if entry.valid is None else entry.valid)
+                other = Curve(self._sorter.step_name(name), steps, x, valid)
+                # Keys that are logged together have the same steps: one curve for all of them.
+                same = (other.name, *((a.dtype, a.tobytes()) for a in (x, steps)), _bytes_of(valid))
+                others.setdefault(same, other)
+        return [*curves, *others.values()], problems
+
+    def _axis(self, entry: Entry) -> str | None:
+        """Which step is the tracker's: the one of that name, or else the first."""
+        name = self._step if self._step in entry.steps else next(iter(entry.steps), None)
+        if name is not None and not _are_integers(entry.steps[name], entry.valid):
+            self._counted.add(entry.name)
+        return None if entry.name in self._counted else name
+
+    def _steps(self, runs: list[int], entry: Entry, axis: str | None) -> np.ndarray:
+        lanes, events = jax.tree.leaves(entry.value)[0].shape[:2]
+        if not lanes or not events:
+            return np.zeros((lanes, events), np.int64)
+        last = np.array([self._last[run].get(entry.name, -1) for run in runs], np.int64)[:, None]
+        x = np.zeros((lanes, events), np.int64) if axis is None else entry.steps[axis]
+        missing = np.ones((lanes, events), bool) if axis is None else is_missing(x)
+        if entry.valid is None and not missing.any():
+            steps, end = x.astype(np.int64), np.full((lanes, 1), events - 1)
+        else:
+            happened = np.ones((lanes, events), bool) if entry.valid is None else entry.valid
+            known = happened & ~missing
+            x = np.where(known, x, 0).astype(np.int64)
+            # From the last known step on, whatever happens is one further.
+            at = np.maximum.accumulate(np.where(known, np.arange(events), -1), axis=1)
+            count = happened.cumsum(1)
+            start, since = (np.take_along_axis(a, np.maximum(at, 0), 1) for a in (x, count))
+            steps = np.where(at < 0, last + count, start + count - since)
+            end = np.where(happened.any(1), events - 1 - happened[:, ::-1].argmax(1), -1)[:, None]
+        ends = np.where(end < 0, last, np.take_along_axis(steps, np.maximum(end, 0), 1))
+        for run, step in zip(runs, ends[:, 0].tolist(), strict=True):
+            self._last[run][entry.name] = step
+        return steps
 
 
-def _text(part: Any) -> str:
-    """One step of the path to a leaf."""
-    return next((str(getattr(part, name)) for name in ("key", "name", "idx") if hasattr(part, name)), str(part))
+def _bytes_of(valid: np.ndarray | None) -> bytes | None:
+    return None if valid is None else valid.tobytes()
 
 
-def _parts(x: Any) -> list[tuple[str, np.ndarray]]:
-    """A complex number is two curves."""
-    return [("/real", _real(x.real)), ("/imag", _real(x.imag))] if x.dtype.kind == "c" else [("", _real(x))]
-
-
-def _real(x: np.ndarray) -> np.ndarray:
-    """Floats in double precision, which has room for all others; booleans as 0 and 1."""
-    if x.dtype.kind == "b":
-        return x.astype(np.int64)
-    return x if x.dtype.kind in "iu" else x.astype(np.float64)
-
-
-def _integers(x: np.ndarray) -> np.ndarray | None:
-    """The same numbers as 64-bit integers, if they are."""
-    if x.dtype == np.int64:
-        return x
-    with np.errstate(invalid="ignore"):  # NaN
+def _are_integers(x: np.ndarray, valid: np.ndarray | None) -> bool:
+    """Whether all steps fit into 64 bits as they are, but for those that are missing."""
+    if x.dtype.kind == "i":
+        return True
+    known = ~is_missing(x) if valid is None else ~is_missing(x) & valid
+    x = x[known]
+    with np.errstate(invalid="ignore"):  # infinities
         whole = x.astype(np.int64)
-    return whole if (whole == x).all() and (x.dtype.kind != "u" or (whole >= 0).all()) else None
+    return bool((whole == x).all() and (x.dtype.kind != "u" or (whole >= 0).all()))
 
 
-def flat(config: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """The entries of nested dicts, with their paths."""
-    if isinstance(config, dict) and config:
-        return [entry for key, value in config.items() for entry in flat(value, (*path, str(key)))]
-    return [(path, config)] if path else []
+def json_lines(curve: Curve) -> str:
+    """Histograms as text: one per line, with its step and everything there is to know."""
+    lines = [{"step": step, **strict_json(bins(histogram))} for step, histogram in curve.events()]
+    return "".join(json.dumps(line) + "\n" for line in lines)

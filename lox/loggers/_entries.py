@@ -46,17 +46,25 @@ class Sorter:
     Args:
         owner: The logger's name, for messages.
         arrays: What becomes of arrays: "elements" or "histogram".
+        max_elements: The size of the largest array whose elements become series.
+        taken: Names that are not to be given.
     """
 
-    def __init__(self, owner: str, arrays: str, taken: tuple[str, ...] = ()):
+    def __init__(self, owner: str, arrays: str, max_elements: int = MOST_ELEMENTS, taken: tuple[str, ...] = ()):
         if arrays not in CHOICES:
             raise _errors.OptionError(f"`arrays` is {arrays!r}; choose {_errors.listing(CHOICES)}.")
-        self._owner, self._arrays = owner, arrays
+        if isinstance(max_elements, bool) or not isinstance(max_elements, int) or max_elements < 1:
+            raise _errors.OptionError(f"`max_elements` is {max_elements!r}; it must be a positive integer.")
+        self._owner, self._arrays, self._max_elements = owner, arrays, max_elements
         self._labels = Labels(taken)
 
     def step_name(self, name: str) -> str:
         """What a step is called among the names of entries."""
         return self._labels.of("step", name)
+
+    def part_name(self, name: str, part: str) -> str:
+        """What a part of an entry is called, if it is shown in parts."""
+        return self._labels.of(f"of {name}", f"{name}/{part}")
 
     def sort(self, logs: logdict, lead: int) -> tuple[list[Entry], list[Exception]]:
         """The entries of logs with `lead` leading axes; and what cannot be one, as errors to be raised afterwards."""
@@ -83,7 +91,8 @@ class Sorter:
 
     def _numbers(self, node: "_Node", x: np.ndarray) -> Iterator[Entry]:
         shape = x.shape[node.lead :]
-        few = math.prod(shape) <= MOST_ELEMENTS
+        size = math.prod(shape)
+        few = size <= self._max_elements
         if few and x.dtype.kind == "c":
             yield from node.elements(np.real(x), "/real")
             yield from node.elements(np.imag(x), "/imag")
@@ -94,9 +103,9 @@ class Sorter:
         else:
             raise _errors.LogTypeError(
                 f"{self._owner} cannot show {node.key!r}: it is an array of {x.dtype} with shape {shape}, and only "
-                f"arrays of up to {MOST_ELEMENTS} elements are shown, as one series each.\n"
+                f"arrays of up to {self._max_elements} elements are shown, as one series each.\n"
                 "Log `lox.Histogram(x)` or `lox.Image(x)` under that name, or a number such as `x.mean()`;\n"
-                "or make the logger with `arrays='histogram'`."
+                f"or make the logger with `arrays='histogram'`, or with `max_elements={size}`."
             )
 
 
@@ -160,6 +169,11 @@ class _Node:
             present = [n for n in present if n in wanted]
         x = x[(slice(None),) * self.lead + tuple(slice(None) if n in present else None for n in wanted)]
         return np.broadcast_to(x, (*x.shape[: self.lead], *lanes))
+
+
+def is_missing(step: np.ndarray) -> np.ndarray:
+    """Where an event does not have this step that others under its name have."""
+    return np.isnan(step.astype(np.float64)) if step.dtype.kind not in "iub" else step == -1
 
 
 def raise_problems(errors: list[Exception]) -> None:

@@ -1,5 +1,6 @@
 """`MLflowLogger`: runs of MLflow."""
 
+import collections
 import json
 import os
 import posixpath
@@ -10,14 +11,19 @@ from typing import Any
 import numpy as np
 
 from lox import _errors
+from lox._histogram import Histogram
 from lox.loggers._clients import client
-from lox.loggers._curves import CurveLogger, Points, flat
+from lox.loggers._config import flat
+from lox.loggers._curves import Curve, CurveLogger, json_lines
+from lox.loggers._entries import MOST_ELEMENTS, raise_problems
 from lox.loggers._escape import INFINITE, MARK, escape, unescape
+from lox.loggers._media import pillow
 from lox.loggers._rows import strict_json
-from lox.loggers._run import Run
+from lox.loggers._run import Names, Run
 
 # The client's limits for one call, and for names and values.
 _METRICS, _PARAMS, _NAME, _VALUE = 1000, 100, 250, 6000
+_FILE_NAME = 140  # of 255: MLflow adds the step, the time and an identifier
 _BAD = r"^/\w.\- " + (":" if os.name != "nt" else "")
 
 
@@ -31,10 +37,13 @@ class MLflowLogger(CurveLogger):
     ```
 
     Values are double precision. MLflow's step is the one called `step`, or else the first one that the event has, or
-    else the number of the event; other steps are metrics of their own. Arrays of up to 64 elements are as many metrics,
+    else the one after the last; other steps are metrics of their own. Arrays of up to 64 elements are as many metrics,
     `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`. Events are in MLflow's history in their order: where steps do
     not increase, timestamps do, by a millisecond, because MLflow sorts by them and drops what has the same step, value
     and time.
+
+    A `lox.Image` is one of MLflow's images. MLflow has no histograms: of a `lox.Histogram`, mean and standard deviation
+    are metrics, and the bins are artifacts, `histograms/NAME/*.jsonl`, a line for each event.
 
     MLflow has no infinities, and would store 1.8e308. An infinity is written as NaN, which MLflow has, and its sign as
     1 or -1 to another metric at the same step, `loss_xinf_`.
@@ -48,7 +57,8 @@ class MLflowLogger(CurveLogger):
             environment's `MLFLOW_TRACKING_URI` says, or else `sqlite:///mlflow.db`.
         tags: Tags of all runs.
         step: The name of the step that is MLflow's.
-        max_elements: The size of the largest array whose elements are logged one by one.
+        arrays: What becomes of plain arrays: "elements", or "histogram".
+        max_elements: The size of the largest array whose elements become metrics.
     """
 
     def __init__(
@@ -57,9 +67,10 @@ class MLflowLogger(CurveLogger):
         tracking_uri: str | None = None,
         tags: Mapping[str, str] | None = None,
         step: str = "step",
-        max_elements: int = 64,
+        arrays: str = "elements",
+        max_elements: int = MOST_ELEMENTS,
     ):
-        super().__init__(step, max_elements)
+        super().__init__(step, arrays, max_elements)
         if not isinstance(experiment, str) or not experiment:
             raise _errors.LogTypeError(f"`experiment` is {experiment!r}; it must be the name of an experiment.")
         mlflow = client("mlflow", "mlflow", "MLflowLogger")
@@ -72,6 +83,7 @@ class MLflowLogger(CurveLogger):
         self._make_client = lambda: mlflow.MlflowClient(tracking_uri)
         self._client: Any = None  # made with the first run: it creates the database
         self._experiment_id = ""
+        self._names = Names()
 
     @staticmethod
     def key_of(name: str) -> str:
@@ -87,7 +99,7 @@ class MLflowLogger(CurveLogger):
         same = self._client.search_runs(
             [self._experiment_id], f"attributes.run_name LIKE '{run.name}%'", max_results=50000
         )
-        self._take_name(run, {other.info.run_name for other in same})
+        self._names.take(run, {other.info.run_name for other in same})
         created = self._client.create_run(self._experiment_id, run_name=run.name, tags=dict(self._tags))
         run.resource = _MLflowRun(created.info.run_id)
         for some in _chunks(list(params.items()), _PARAMS):
@@ -105,14 +117,15 @@ class MLflowLogger(CurveLogger):
                 raise
             return found.experiment_id
 
-    def send(self, run: Run, points: list[Points]) -> None:
+    def send(self, run: Run, curves: list[Curve]) -> None:
         """As few calls as the client's limits allow."""
+        problems: list[Exception] = []
         metrics: list[Any] = []
-        too_long: list[str] = []
-        for key, steps, values in points:
-            name = metric_name(key)
+        numbers = [part for curve in curves for part in self._shown(run, curve, problems)]
+        for curve in numbers:
+            name, steps, values = metric_name(curve.name), curve.steps, curve.numbers()
             if len(name) > _NAME - len(INFINITE):
-                too_long.append(key)
+                problems.append(_too_long(curve.name, _NAME))
                 continue
             times = run.resource.times(name, steps)
             infinite = np.isinf(values)
@@ -123,11 +136,24 @@ class MLflowLogger(CurveLogger):
             metrics += self._metrics(name, values, times, steps)
         for some in _chunks(metrics, _METRICS):
             self._client.log_batch(run.resource.id, metrics=some)
-        if too_long:
-            raise _errors.LogTypeError(
-                f"MLflowLogger did not write {_errors.listing(too_long)}: MLflow's names have at most {_NAME} "
-                "characters, of which escapes take some. Give it a shorter key."
-            )
+        raise_problems(problems)
+
+    def _shown(self, run: Run, curve: Curve, problems: list[Exception]) -> list[Curve]:
+        """Histograms and pictures become artifacts; returns what there is in numbers."""
+        if isinstance(curve.value, np.ndarray):
+            return [curve]
+        is_histogram = isinstance(curve.value, Histogram)
+        name = file_name(curve.name, "" if is_histogram else "/")
+        if len(name) > _FILE_NAME:
+            problems.append(_too_long(curve.name, _FILE_NAME))
+            return []
+        if is_histogram:
+            path = f"histograms/{name}/{run.resource.next_file(name):06d}.jsonl"
+            self._client.log_text(run.resource.id, json_lines(curve), path)
+            return self._in_numbers(curve)
+        for step, image in curve.events():
+            self._client.log_image(run.resource.id, pillow(image), key=name, step=step)
+        return []
 
     def _metrics(self, name: str, values: np.ndarray, times: np.ndarray, steps: np.ndarray) -> list[Any]:
         numbers = values.astype(np.float64).tolist()
@@ -136,7 +162,7 @@ class MLflowLogger(CurveLogger):
 
     def finish(self, run: Run) -> None:
         """Mark the run as finished."""
-        self._curves.pop(run.id, None)
+        super().finish(run)
         self._client.set_terminated(run.resource.id)
 
 
@@ -144,6 +170,12 @@ class _MLflowRun:
     def __init__(self, id: str):
         self.id = id
         self._last: dict[str, tuple[int, int]] = {}  # of each metric: time and step
+        self._files: collections.Counter[str] = collections.Counter()  # of each histogram
+
+    def next_file(self, name: str) -> int:
+        """The number of the next file of a histogram."""
+        self._files[name] += 1
+        return self._files[name] - 1
 
     def times(self, name: str, steps: np.ndarray) -> np.ndarray:
         """Milliseconds that keep the events of a metric in order and apart."""
@@ -165,6 +197,19 @@ def metric_name(key: str) -> str:
     if posixpath.normpath(name) != name or name == "." or name.startswith(("..", "/")):
         name = escape(key, r"^\w\- ")
     return name
+
+
+def file_name(key: str, allowed: str = "") -> str:
+    """What a file of this key is called: only what is known everywhere, and nothing that is another place."""
+    name = escape(key, r"^a-zA-Z0-9_\-. " + allowed)
+    return escape(key, r"^a-zA-Z0-9_\- " + allowed) if not name.strip(".") else name
+
+
+def _too_long(key: str, most: int) -> _errors.LogTypeError:
+    return _errors.LogTypeError(
+        f"MLflowLogger did not write {key!r}: MLflow's names have at most {most} characters, of which escapes take "
+        "some. Give it a shorter key."
+    )
 
 
 def _params(config: Mapping[str, Any]) -> dict[str, str]:

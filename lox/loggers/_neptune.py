@@ -1,20 +1,27 @@
 """`NeptuneLogger`: runs of Neptune."""
 
+import itertools
 import json
 import os
 from typing import Any
 
 import numpy as np
 
+from lox import _errors
+from lox._histogram import Histogram
 from lox.loggers._clients import client
-from lox.loggers._curves import CurveLogger, Points, flat
+from lox.loggers._config import flat
+from lox.loggers._curves import Curve, CurveLogger, json_lines
+from lox.loggers._entries import MOST_ELEMENTS
 from lox.loggers._escape import MARK, NONFINITE, escape, unescape
+from lox.loggers._png import png
 from lox.loggers._rows import strict_json
-from lox.loggers._run import Run
+from lox.loggers._run import Names, Run
 
 # There are many runs in one process, and each would capture the same output and the same hardware.
 _DEFAULTS = dict(capture_stdout=False, capture_stderr=False, capture_hardware_metrics=False, source_files=[])
 _LARGEST_INT = 2**31 - 1  # of the service's integers
+_LARGEST_PICTURE = 32 * 2**20  # in bytes; of a larger one, the client keeps nothing
 
 
 class NeptuneLogger(CurveLogger):
@@ -31,8 +38,11 @@ class NeptuneLogger(CurveLogger):
     ```
 
     A key is a series, `/` in it a namespace. Values are double precision. Neptune's step is the one called `step`, or
-    else the first one that the event has, or else the number of the event; other steps are series of their own. Arrays
+    else the first one that the event has, or else the one after the last; other steps are series of their own. Arrays
     of up to 64 elements are as many series, `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`.
+
+    A `lox.Image` is a series of images. Neptune has no histograms: of a `lox.Histogram`, mean and standard deviation
+    are series, `NAME/mean`, and the bins are files, `NAME/bins/...`, with a line of JSON for each event.
 
     Neptune skips NaN and infinities: they are written to a series of strings beside, `loss_xnonfinite_`, at their
     steps. Names that Neptune cannot have are escaped so that `NeptuneLogger.key_of` finds the key: a series `a/b`
@@ -40,13 +50,17 @@ class NeptuneLogger(CurveLogger):
 
     Args:
         step: The name of the step that is Neptune's.
-        max_elements: The size of the largest array whose elements are logged one by one.
+        arrays: What becomes of plain arrays: "elements", or "histogram".
+        max_elements: The size of the largest array whose elements become series.
         **kwargs: What `neptune.init_run` takes. Capturing of output, hardware and source files is off by default.
     """
 
-    def __init__(self, *, step: str = "step", max_elements: int = 64, **kwargs: Any):
-        super().__init__(step, max_elements)
-        self._client = client("neptune", "neptune", type(self).__name__.lstrip("_"))
+    def __init__(
+        self, *, step: str = "step", arrays: str = "elements", max_elements: int = MOST_ELEMENTS, **kwargs: Any
+    ):
+        super().__init__(step, arrays, max_elements)
+        self._client = client("neptune", "neptune", self._pipeline.name)
+        self._names = Names()
         self._kwargs = kwargs
 
     @staticmethod
@@ -59,7 +73,7 @@ class NeptuneLogger(CurveLogger):
         self._begin(run, self._kwargs)
 
     def _begin(self, run: Run, kwargs: dict[str, Any]) -> None:
-        self._take_name(run, set())
+        self._names.take(run)
         options = {**_DEFAULTS, "name": run.name, **kwargs}
         if options.get("mode") is None and not os.environ.get("NEPTUNE_MODE"):
             options["mode"] = "offline"
@@ -68,10 +82,10 @@ class NeptuneLogger(CurveLogger):
         for path, value in flat(run.config):
             run.resource.client[paths.of("config", "config/" + "/".join(path))] = _plain(value)
 
-    def send(self, run: Run, points: list[Points]) -> None:
+    def send(self, run: Run, curves: list[Curve]) -> None:
         """A call per series."""
-        for name, steps, values in points:
-            path = run.resource.paths.of("key", name)
+        for numbers in [part for curve in curves for part in self._shown(run, curve)]:
+            path, steps, values = run.resource.paths.of("key", numbers.name), numbers.steps, numbers.numbers()
             finite = np.isfinite(values)
             if not finite.all():
                 strange = ~finite
@@ -81,6 +95,25 @@ class NeptuneLogger(CurveLogger):
             if len(steps):
                 run.resource.client[path].extend(values.astype(np.float64).tolist(), steps=steps.tolist())
 
+    def _shown(self, run: Run, curve: Curve) -> list[Curve]:
+        """Histograms and pictures become files; returns what there is in numbers."""
+        if isinstance(curve.value, np.ndarray):
+            return [curve]
+        client, paths = run.resource.client, run.resource.paths
+        if isinstance(curve.value, Histogram):
+            number = next(run.resource.files)
+            path = paths.of("bins", f"{self._curves.part_name(curve.name, 'bins')}/{number:06d}")
+            client[path].upload(self._client.types.File.from_content(json_lines(curve), extension="jsonl"))
+            return self._in_numbers(curve)
+        pictures = [png(image.pixels) for _, image in curve.events()]
+        if any(len(picture) > _LARGEST_PICTURE for picture in pictures):
+            raise _errors.LogTypeError(
+                f"NeptuneLogger did not write {curve.name!r}: Neptune takes pictures of up to 32 MB. Log smaller ones."
+            )
+        files = [self._client.types.File.from_content(picture, extension="png") for picture in pictures]
+        client[paths.of("key", curve.name)].extend(files, steps=curve.steps.tolist())
+        return []
+
     def commit(self) -> None:
         """Make the client write to disk; it sends on its own time, until the run is finished."""
         for run in list(self._pipeline.runs.values()):
@@ -89,13 +122,14 @@ class NeptuneLogger(CurveLogger):
 
     def finish(self, run: Run) -> None:
         """Stop the run, which sends what is left if there is a server."""
-        self._curves.pop(run.id, None)
+        super().finish(run)
         run.resource.client.stop()
 
 
 class _NeptuneRun:
     def __init__(self, client: Any):
         self.client, self.paths = client, _Paths()
+        self.files = itertools.count()  # of histograms
 
 
 class _Paths:

@@ -33,8 +33,9 @@ _numbers = itertools.count()  # of runs, in this process: no two loggers share o
 class Pipeline:
     """Takes events to the host methods of its logger."""
 
-    def __init__(self, logger: "Logger", opens_lanes: bool = False):
-        self.logger, self.name = logger, type(logger).__name__
+    def __init__(self, logger: "Logger", opens_lanes: bool = False, name: str | None = None):
+        self.logger = logger
+        self.name = name or type(logger).__name__  # for messages
         self._opens_lanes = opens_lanes  # all runs of an `init` at once
         self.runs: dict[int, Run] = {}
         self.broken: set[int] = set()  # runs that could not be opened

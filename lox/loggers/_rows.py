@@ -83,10 +83,10 @@ def _whole(x: Any, valid: np.ndarray | None, picture: Picture) -> Any:
         return [_whole(part, mask, picture) for part, mask in zip(parts, masks, strict=True)]
     if valid is not None and not valid.any():
         return None
-    return _bins(x) if isinstance(x, Histogram) else picture(x.pixels)
+    return bins(x) if isinstance(x, Histogram) else picture(x.pixels)
 
 
-def _bins(histogram: Histogram) -> dict[str, Any]:
+def bins(histogram: Histogram) -> dict[str, Any]:
     """What there is to know, without the empty bins at the ends."""
     filled = np.flatnonzero(histogram.counts)
     first, last = (filled[0], filled[-1] + 1) if len(filled) else (0, 0)

@@ -1,7 +1,7 @@
 """A run: on the device a few numbers, on the host an object."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +44,21 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<run {self.name!r}>"
+
+
+class Names:
+    """The names of a logger's runs."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def take(self, run: Run, others: Container[str] = ()) -> None:
+        """Give the run a name that no other one has, nor is one of `others`: 42 becomes 42.1."""
+        name, attempt = run.name, 0
+        while run.name in self._taken or run.name in others:
+            attempt += 1
+            run.name = f"{name}.{attempt}"
+        self._taken.add(run.name)
 
 
 def key_words(key: Any) -> tuple[Any, str | None]:

@@ -121,7 +121,7 @@ class SaveLogger(Logger):
         self._due = time.monotonic() + _RETRY
         if not self._refused:
             self._refused = True
-            self._pipeline.errors.warn(f"{type(self).__name__}: {error}")
+            self._pipeline.errors.warn(f"{self._pipeline.name}: {error}")
 
     def commit(self) -> None:
         """Wait until everything is on the disk."""

@@ -32,8 +32,8 @@ class _End:
 class SingleRunsPipeline(Pipeline):
     """A pipeline that can end single runs."""
 
-    def __init__(self, logger: Logger):
-        super().__init__(logger)
+    def __init__(self, logger: Logger, name: str):
+        super().__init__(logger, name=name)
         self._ended: dict[int, str] = {}
 
     def unknown(self, number: int) -> _errors.LoxError:

@@ -10,19 +10,16 @@ import socket
 import time
 from typing import Any, BinaryIO
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lox import _errors
 from lox._histogram import Histogram
-from lox._image import Image
 from lox._lanes import Laned
-from lox._logdict import logdict
 from lox.loggers import _host, _tfevents
-from lox.loggers._base import Logger
-from lox.loggers._entries import Entry, Sorter, raise_problems
-from lox.loggers._files import put_on_disk
+from lox.loggers._curves import Curve, CurveLogger
+from lox.loggers._entries import MOST_ELEMENTS
+from lox.loggers._files import folder, put_on_disk
 from lox.loggers._rows import strict_json
 from lox.loggers._run import LoggerState, Run
 
@@ -31,16 +28,15 @@ _files = itertools.count()
 
 
 class _RunFolder:
-    """The event file of one run, and how many events of each name there are in it."""
+    """The event file of one run."""
 
     def __init__(self, folder: pathlib.Path):
         self.file = folder / (
             f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
         )
-        self.counts: collections.Counter[str] = collections.Counter()
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(CurveLogger):
     """Writes a folder per run for TensorBoard: `tensorboard --logdir PATH`.
 
     >>> import jax, lox, tempfile
@@ -55,8 +51,8 @@ class TensorBoardLogger(Logger):
     the config of a run is a text. Arrays of up to 64 elements are as many scalars, `xs/0`, `xs/1`, pytrees one per
     leaf, `stats/mean`. An existing folder is left alone: the run is then called `42.1`.
 
-    An event in TensorBoard has one step. It is the one called `step`, or else the first one that the event has, or else
-    the number of the event. Other steps of an event are written as scalars of their own.
+    An event in TensorBoard has one step, an integer. It is the one called `step`, or else the first one that the event
+    has, or else the one after the last. Other steps of an event are written as scalars of their own.
 
     Nothing needs to be installed to write: the files are encoded here, hundreds of times faster than by TensorBoard's
     own writer. To look at them, `pip install 'lox-jax[tensorboard]'`.
@@ -65,14 +61,18 @@ class TensorBoardLogger(Logger):
         path: The folder of all runs; it is created with the first one.
         step: The name of the step that counts.
         arrays: What becomes of plain arrays: "elements", or "histogram".
+        max_elements: The size of the largest array whose elements become scalars.
     """
 
-    def __init__(self, path: str | os.PathLike[str], step: str = "step", arrays: str = "elements"):
-        if not isinstance(path, str | os.PathLike):
-            raise _errors.LogTypeError(f"`path` is {path!r}; it must be the name of a folder.")
-        self.path = pathlib.Path(path)
-        self._step = step
-        self._sorter = Sorter("TensorBoardLogger", arrays)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        step: str = "step",
+        arrays: str = "elements",
+        max_elements: int = MOST_ELEMENTS,
+    ):
+        super().__init__(step, arrays, max_elements)
+        self.path = folder(path)
         self._open_files: collections.OrderedDict[pathlib.Path, BinaryIO] = collections.OrderedDict()
 
     def log_text(self, state: LoggerState, key: str, text: str, step: Any = 0) -> None:
@@ -114,62 +114,23 @@ class TensorBoardLogger(Logger):
             config = json.dumps(strict_json(run.config), indent=2)
             self._append(run, _tfevents.text("config", 0, f"```json\n{config}\n```", time.time()))
 
-    def write_lanes(self, runs: list[Run], logs: logdict) -> None:
+    def send_lanes(self, runs: list[Run], curves: list[Curve]) -> None:
         """Encode the events of all runs at once."""
-        entries, problems = self._sorter.sort(logs, lead=2)
         wall, chunks = time.time(), [[] for _ in runs]
-        for entry in self._with_other_steps(entries):
-            if entry.valid is None and isinstance(entry.value, np.ndarray):
+        for curve in curves:
+            if curve.valid is None and isinstance(curve.value, np.ndarray):
                 # All runs have as many events: one array of bytes for all of them.
-                steps = np.stack([self._steps_of(run, lane) for run, lane in zip(runs, _lanes(entry), strict=True)])
-                rows = _tfevents.scalars(entry.name, steps.reshape(-1), entry.value.reshape(-1), wall)
+                rows = _tfevents.scalars(curve.name, curve.steps.reshape(-1), curve.value.reshape(-1), wall)
                 for lane, part in enumerate(rows.reshape(len(runs), -1)):
                     chunks[lane].append(part.tobytes())
                 continue
-            for run, lane, chunk in zip(runs, _lanes(entry), chunks, strict=True):
-                chunk += self._encoded(run, lane, wall)
+            for lane, chunk in enumerate(chunks):
+                chunk += _encoded(curve.of_run(lane), wall)
         for run, chunk in zip(runs, chunks, strict=True):
             if chunk:
-                with self._pipeline.isolated(f"writing {_errors.listing(logs)} of run {run.name!r}"):
+                names = _errors.listing([curve.name for curve in curves])
+                with self._pipeline.isolated(f"writing {names} of run {run.name!r}"):
                     self._append(run, b"".join(chunk))
-        raise_problems(problems)
-
-    def _with_other_steps(self, entries: list[Entry]) -> list[Entry]:
-        """And the steps that cannot be the step of an event, once for entries that share them."""
-        others: dict[Any, Entry] = {}
-        for entry in entries:
-            main = self._main_step(entry)
-            for name, x in entry.steps.items():
-                if name != main:
-                    other = Entry(self._sorter.step_name(name), x, {main: entry.steps[main]}, entry.valid)
-                    same = (name, main, *((a.shape, a.tobytes()) for a in (x, entry.steps[main])))
-                    others.setdefault(same, other)
-        return [*entries, *others.values()]
-
-    def _main_step(self, entry: Entry) -> str:
-        return self._step if self._step in entry.steps else next(iter(entry.steps), "")
-
-    def _steps_of(self, run: Run, entry: Entry) -> np.ndarray:
-        """The steps of the events of one run; where there is none, the number of the event."""
-        counts = run.resource.counts
-        numbers = np.arange(entry_length(entry), dtype=np.int64) + counts[entry.name]
-        counts[entry.name] += len(numbers)
-        step = entry.steps.get(self._main_step(entry))
-        if step is None:
-            return numbers
-        missing = np.isnan(step) if step.dtype.kind == "f" else step == -1
-        return np.where(missing, numbers, np.where(missing, 0, step).astype(np.int64))
-
-    def _encoded(self, run: Run, entry: Entry, wall: float) -> list[bytes]:
-        if entry.valid is not None:
-            entry = entry.at(entry.valid)
-        steps = self._steps_of(run, entry)
-        if not len(steps):
-            return []
-        if isinstance(entry.value, np.ndarray):
-            return [_tfevents.scalars(entry.name, steps, entry.value, wall).tobytes()]
-        values = [entry.at(n).value for n in range(len(steps))]
-        return [_media(entry.name, step, value, wall) for step, value in zip(steps.tolist(), values, strict=True)]
 
     def _append(self, run: Run, data: bytes) -> None:
         path = run.resource.file
@@ -190,22 +151,21 @@ class TensorBoardLogger(Logger):
 
     def finish(self, run: Run) -> None:
         """Close the file."""
+        super().finish(run)
         file = self._open_files.pop(run.resource.file, None)
         if file is not None:
             file.close()
 
 
-def entry_length(entry: Entry) -> int:
-    """How many events it has, in each lane."""
-    return jax.tree.leaves(entry.value)[0].shape[0]
-
-
-def _lanes(entry: Entry) -> list[Entry]:
-    return [entry.at(lane) for lane in range(len(jax.tree.leaves(entry.value)[0]))]
+def _encoded(curve: Curve, wall: float) -> list[bytes]:
+    if not len(curve.steps):
+        return []
+    if isinstance(curve.value, np.ndarray):
+        return [_tfevents.scalars(curve.name, curve.steps, curve.value, wall).tobytes()]
+    return [_media(curve.name, step, value, wall) for step, value in curve.events()]
 
 
 def _media(name: str, step: int, value: Any, wall: float) -> bytes:
     if isinstance(value, Histogram):
         return _tfevents.histogram(name, step, value, wall)
-    assert isinstance(value, Image)
     return _tfevents.image(name, step, value.pixels, wall)

@@ -3,15 +3,21 @@
 import contextvars
 from typing import Any
 
+import numpy as np
+
 from lox import _errors
+from lox._histogram import Histogram
 from lox.loggers._clients import client
-from lox.loggers._curves import CurveLogger, Points
+from lox.loggers._curves import Curve, CurveLogger
+from lox.loggers._entries import MOST_ELEMENTS
 from lox.loggers._escape import escape, unescape
+from lox.loggers._media import few_bins, pillow
 from lox.loggers._rows import strict_json
-from lox.loggers._run import Run
+from lox.loggers._run import Names, Run
 
 # Columns of Trackio's own.
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
+_BINS = 512  # as many as Trackio itself would make
 
 
 class TrackioLogger(CurveLogger):
@@ -24,9 +30,9 @@ class TrackioLogger(CurveLogger):
     ```
 
     Keys that are logged together are one row of Trackio's. Its step is the one called `step`, or else the first one
-    that the event has, or else the number of the event; other steps are values in the same row. Arrays of up to 64
-    elements are as many values, `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`. Floats are double precision, NaN
-    and infinities are kept, and so are integers of 64 bits.
+    that the event has, or else the one after the last; other steps are values in the same row. `lox.Histogram` and
+    `lox.Image` are shown as such. Arrays of up to 64 elements are as many values, `xs/0`, `xs/1`, pytrees one per leaf,
+    `stats/mean`. Floats are double precision, NaN and infinities are kept, and so are integers of 64 bits.
 
     Trackio keeps some names for itself, such as `time`: they are escaped, `time_x_`, and `TrackioLogger.key_of` gives
     the key. Where the data goes is Trackio's choice, and its environment variables': `TRACKIO_DIR`, `TRACKIO_SPACE_ID`.
@@ -35,13 +41,22 @@ class TrackioLogger(CurveLogger):
     Args:
         project: The name of the project.
         step: The name of the step that is Trackio's.
-        max_elements: The size of the largest array whose elements are logged one by one.
+        arrays: What becomes of plain arrays: "elements", or "histogram".
+        max_elements: The size of the largest array whose elements become values.
         **kwargs: What `trackio.init` takes, such as `group` or `space_id`. Metrics of the hardware are logged with the
             first run only, because they are those of the process.
     """
 
-    def __init__(self, project: str, *, step: str = "step", max_elements: int = 64, **kwargs: Any):
-        super().__init__(step, max_elements)
+    def __init__(
+        self,
+        project: str,
+        *,
+        step: str = "step",
+        arrays: str = "elements",
+        max_elements: int = MOST_ELEMENTS,
+        **kwargs: Any,
+    ):
+        super().__init__(step, arrays, max_elements)
         if not isinstance(project, str) or not project:
             raise _errors.LogTypeError(f"`project` is {project!r}; it must be the name of a project.")
         for name in ("name", "config"):
@@ -55,6 +70,7 @@ class TrackioLogger(CurveLogger):
         self._storage = client("trackio.sqlite_storage", "trackio", "TrackioLogger").SQLiteStorage
         self._variables = client("trackio.context_vars", "trackio", "TrackioLogger")
         self._kwargs = kwargs
+        self._names = Names()
         self._context: contextvars.Context | None = None
 
     @staticmethod
@@ -64,7 +80,7 @@ class TrackioLogger(CurveLogger):
 
     def open(self, run: Run) -> None:
         """Create a run of Trackio's, without ending the one before."""
-        self._take_name(run, set(self._storage.get_runs(self.project)))
+        self._names.take(run, set(self._storage.get_runs(self.project)))
         options = dict(self._kwargs)
         config = {str(key): x for key, x in run.config.items()}
         if own := {key: config.pop(key) for key in list(config) if key.startswith("_")}:
@@ -83,16 +99,25 @@ class TrackioLogger(CurveLogger):
         run.resource = created
         self._context = self._context or context
 
-    def send(self, run: Run, points: list[Points]) -> None:
-        """A row per event."""
-        rows: dict[bytes, list[Points]] = {}
-        for some in points:
-            rows.setdefault(some.steps.tobytes(), []).append(some)
-        for group in rows.values():
-            names = [row_name(some.name) for some in group]
-            columns = zip(*(some.values.tolist() for some in group), strict=True)
-            for step, values in zip(group[0].steps.tolist(), columns, strict=True):
-                run.resource.log(dict(zip(names, values, strict=True)), step=step)
+    def send(self, run: Run, curves: list[Curve]) -> None:
+        """A row per event, for all curves that have the same steps."""
+        rows: dict[Any, dict[str, list[Any]]] = {}
+        for curve in curves:
+            name = row_name(curve.name)
+            again = 0  # the same name at the same steps: a row has room for one
+            while name in rows.setdefault((curve.steps.tobytes(), again), {}):
+                again += 1
+            rows[curve.steps.tobytes(), again][name] = self._cells(curve)
+        for (steps, _), columns in rows.items():
+            for step, *cells in zip(np.frombuffer(steps, np.int64).tolist(), *columns.values(), strict=True):
+                run.resource.log(dict(zip(columns, cells, strict=True)), step=step)
+
+    def _cells(self, curve: Curve) -> list[Any]:
+        if isinstance(curve.value, np.ndarray):
+            return curve.numbers().tolist()
+        if isinstance(curve.value, Histogram):
+            return [self._client.Histogram(np_histogram=few_bins(value, _BINS)) for _, value in curve.events()]
+        return [self._client.Image(pillow(value)) for _, value in curve.events()]
 
     def commit(self) -> None:
         """Have the rows written that wait for Trackio's thread, which has no public way to be asked."""
@@ -103,7 +128,7 @@ class TrackioLogger(CurveLogger):
 
     def finish(self, run: Run) -> None:
         """Write what is left."""
-        self._curves.pop(run.id, None)
+        super().finish(run)
         run.resource.finish()
 
 

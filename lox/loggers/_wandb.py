@@ -17,11 +17,12 @@ from lox import _errors
 from lox._histogram import Histogram
 from lox._image import Image
 from lox._logdict import logdict
-from lox.loggers import _bands
+from lox.loggers import _bands, _clients
 from lox.loggers._base import Logger
-from lox.loggers._entries import Entry, Sorter, raise_problems
+from lox.loggers._entries import MOST_ELEMENTS, Entry, Sorter, raise_problems
+from lox.loggers._media import few_bins, pillow
 from lox.loggers._rows import plain, strict_json
-from lox.loggers._run import Run
+from lox.loggers._run import Names, Run
 
 _THEIRS = ("_step", "_runtime", "_timestamp", "_wandb")  # columns that the client fills itself
 _MAIN = "step"  # the step that may become that of W&B's rows
@@ -29,13 +30,7 @@ _MAIN = "step"  # the step that may become that of W&B's rows
 
 def client() -> Any:
     """The `wandb` package, or an error that says how to get it."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise ImportError(
-            "Weights & Biases is not installed, and lox's logger for it needs it: pip install 'lox-jax[wandb]'"
-        ) from error
-    return wandb
+    return _clients.client("wandb", "wandb", "WandbLogger")
 
 
 Steps = tuple[tuple[str, Any], ...]  # names and numbers
@@ -128,17 +123,25 @@ class WandbLogger(Logger):
             their name, and the standard deviation and the 95% confidence interval of the mean over lanes as `.../std`,
             `.../ci95_low` and `.../ci95_high`.
         arrays: What becomes of plain arrays: "elements", or "histogram".
+        max_elements: The size of the largest array whose elements become metrics.
         **kwargs: Of `wandb.init`. A `name` or `id` that is given has the name of each run added.
     """
 
-    def __init__(self, *, aggregate: bool = False, arrays: str = "elements", **kwargs: Any):
+    def __init__(
+        self,
+        *,
+        aggregate: bool = False,
+        arrays: str = "elements",
+        max_elements: int = MOST_ELEMENTS,
+        **kwargs: Any,
+    ):
         client()  # now, and not in the first callback
         if not isinstance(kwargs.get("config") or {}, Mapping):
             raise _errors.LogTypeError(f"`config` is {kwargs['config']!r}; it must be a dict of hyper-parameters.")
         self.aggregate = aggregate
         self._kwargs = kwargs
-        self._sorter = Sorter("WandbLogger", arrays, _THEIRS)
-        self._names: collections.Counter[str] = collections.Counter()
+        self._sorter = Sorter(self._pipeline.name, arrays, max_elements, _THEIRS)
+        self._names = Names()
         self._rows: dict[int, _Rows] = {}  # by run
         self._shared: _Rows | None = None
         self._configs: dict[str, Mapping[str, Any]] = {}  # of the shared run: those of all runs
@@ -149,10 +152,7 @@ class WandbLogger(Logger):
         self._open(run, self._kwargs, run.config)
 
     def _open(self, run: Run, kwargs: dict[str, Any], config: Mapping[str, Any]) -> None:
-        name = run.name
-        if self._names[name]:
-            run.name = f"{name}.{self._names[name]}"
-        self._names[name] += 1
+        self._names.take(run)
         if self.aggregate:
             if self._shared is None:
                 self._shared = _Rows(_begin(kwargs, {}, None))
@@ -189,9 +189,7 @@ class WandbLogger(Logger):
 
     def _entries(self, logs: logdict, lead: int) -> tuple[list[Entry], list[Exception]]:
         for name in logs.steps:
-            self._sorter.step_name(
-                name
-            )  # first come, first served: a step is to have its name, whatever keys are called
+            self._sorter.step_name(name)  # first come, first served: a step has its name, whatever keys are called
         return self._sorter.sort(logs, lead)
 
     def _write_rows(self, rows: _Rows, entries: list[Entry], problems: list[Exception]) -> None:
@@ -292,26 +290,6 @@ def _step(x: np.ndarray) -> Any:
 
 def _cell(value: Any) -> Any:
     if isinstance(value, Histogram):
-        counts, edges = _few_bins(value)
-        return client().Histogram(np_histogram=(counts, edges))
-    if isinstance(value, Image):
-        import PIL.Image
-
-        PIL.Image.init()  # of which the client takes no care when several threads begin
-        pixels = value.pixels[..., 0] if value.pixels.shape[-1] == 1 else value.pixels
-        # Not the array, of which the client would drop all axes of length one.
-        return client().Image(PIL.Image.fromarray(pixels), file_type="png")
-    return plain(value)
-
-
-def _few_bins(histogram: Histogram) -> tuple[list[float], list[float]]:
-    """Without the empty bins at the ends, and in no more bins than W&B takes."""
-    counts, edges = np.asarray(histogram.counts, np.float64), histogram.edges.astype(np.float64)
-    filled = np.flatnonzero(counts)
-    first, last = (filled[0], filled[-1] + 1) if len(filled) else (0, 1)
-    counts, edges = counts[first:last], edges[first : last + 1]
-    width = -(-len(counts) // client().Histogram.MAX_LENGTH)  # neighbours that become one
-    if width > 1:
-        starts = np.arange(0, len(counts), width)
-        counts, edges = np.add.reduceat(counts, starts), np.append(edges[starts], edges[-1])
-    return counts.tolist(), edges.tolist()
+        wandb = client()
+        return wandb.Histogram(np_histogram=few_bins(value, wandb.Histogram.MAX_LENGTH))
+    return client().Image(pillow(value), file_type="png") if isinstance(value, Image) else plain(value)
