@@ -5,14 +5,14 @@ To look at it: `pip install mlflow`, then `mlflow ui --backend-store-uri sqlite:
 
 import jax
 import jax.numpy as jnp
-from tracked_ppo import SEEDS, train
+from ppo import SEEDS, train
 
 from lox.loggers import MLflowLogger
 
 
 def main(tracking_uri="sqlite:///mlflow.db"):
     keys = jax.random.split(jax.random.key(0), SEEDS)
-    rates = jnp.geomspace(0.003, 0.1, SEEDS)
+    rates = jnp.geomspace(1e-3, 1e-2, SEEDS)
     with MLflowLogger("ppo", tracking_uri) as logger:
 
         @jax.jit

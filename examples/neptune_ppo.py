@@ -8,7 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from tracked_ppo import SEEDS, train
+from ppo import SEEDS, train
 
 import lox
 import lox.neptune
@@ -26,7 +26,7 @@ def train_and_log(key, learning_rate):
 
 def main():
     keys = jax.random.split(jax.random.key(0), SEEDS)
-    jax.block_until_ready(train_and_log(keys, jnp.geomspace(0.003, 0.1, SEEDS)))
+    jax.block_until_ready(train_and_log(keys, jnp.geomspace(1e-3, 1e-2, SEEDS)))
     lox.neptune.flush()
 
 

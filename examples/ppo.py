@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import lox
 
-UPDATES, STEPS, ENVS, EPOCHS = 10, 64, 8, 2
+SEEDS, UPDATES, STEPS, ENVS, EPOCHS = 8, 10, 64, 8, 2
 DISCOUNT, TRACE, CLIP = 0.99, 0.95, 0.2
 
 
@@ -92,7 +92,7 @@ def loss(params, batch, step):
     return policy_loss + 0.5 * value_loss - 0.01 * entropy
 
 
-def adam(grads, moments, count, rate=3e-3):
+def adam(grads, moments, count, rate):
     first, second = moments
     first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
     second = jax.tree.map(lambda m, g: 0.999 * m + 0.001 * g**2, second, grads)
@@ -106,8 +106,8 @@ def heat_map(states):
     return lox.Image(jnp.sqrt(visits / jnp.maximum(visits.max(), 1.0)))
 
 
-def train(key):
-    """Train one agent, from its seed."""
+def train(key, learning_rate=3e-3):
+    """Train one agent, from its seed; returns how long episodes lasted."""
     init_key, env_key, loop_key = jax.random.split(key, 3)
     params = init(init_key)
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -126,7 +126,7 @@ def train(key):
             params, moments = carry
             grads = jax.grad(loss)(params, batch, step)
             lox.log({"gradients": lox.Histogram(grads)}, step=step)
-            change, moments = adam(grads, moments, step + 1)
+            change, moments = adam(grads, moments, step + 1, learning_rate)
             return (jax.tree.map(jnp.add, params, change), moments), None
 
         (params, moments), _ = jax.lax.scan(epoch, (params, moments), number * EPOCHS + jnp.arange(EPOCHS))

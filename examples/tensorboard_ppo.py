@@ -3,11 +3,9 @@
 import sys
 
 import jax
-from ppo import train
+from ppo import SEEDS, train
 
 from lox.loggers import TensorBoardLogger
-
-SEEDS = 8
 
 
 def main(path="runs"):

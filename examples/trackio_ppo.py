@@ -2,14 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-from tracked_ppo import SEEDS, train
+from ppo import SEEDS, train
 
 from lox.loggers import TrackioLogger
 
 
 def main(project="ppo"):
     keys = jax.random.split(jax.random.key(0), SEEDS)
-    rates = jnp.geomspace(0.003, 0.1, SEEDS)
+    rates = jnp.geomspace(1e-3, 1e-2, SEEDS)
     with TrackioLogger(project, group="sweep") as logger:
         # The runs exist before the training starts, so that they can be used in several compiled functions.
         runs = jax.vmap(lambda key, rate: logger.init(key, config={"learning_rate": rate}))(keys, rates)

@@ -4,11 +4,9 @@ One W&B run per seed, all in one group, and one more run with their mean and its
 """
 
 import jax
-from ppo import train
+from ppo import SEEDS, train
 
 from lox.loggers import MultiLogger, WandbLogger
-
-SEEDS = 8
 
 
 def main():
