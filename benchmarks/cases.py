@@ -12,7 +12,6 @@ import numpy as np
 import saving
 import storage
 import trackers
-import trackers_more
 import training
 from timing import Row, compare
 
@@ -336,6 +335,5 @@ CASES = {
     "watch": watch,
     **storage.CASES,
     **saving.CASES,
-    **trackers_more.CASES,
     **trackers.CASES,
 }

@@ -1,11 +1,21 @@
-"""Loggers beside the clients that they stand for: the time of an event, and how long a training waits for them."""
+"""Loggers beside the clients that they stand for: what a number costs, and how long a training waits for them.
 
+Clients write to this machine. Whoever is not installed is left out.
+"""
+
+import contextlib
+import contextvars
 import csv
+import functools
 import importlib.util
 import json
+import logging
+import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,149 +25,300 @@ from storage import block
 from timing import Row, compare
 
 import lox
-from lox.loggers import CsvLogger, JsonlLogger, TensorBoardLogger, WandbLogger
+from lox.loggers import (
+    CsvLogger,
+    JsonlLogger,
+    MLflowLogger,
+    NeptuneLogger,
+    TensorBoardLogger,
+    TrackioLogger,
+    WandbLogger,
+)
 
-QUIETLY = {"silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True, "console": "off"}
+KEYS = 5
+WANDB = {"silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True, "console": "off"}
+TRACKIO = {"auto_log_cpu": False, "auto_log_gpu": False}
 
 
-def folder() -> str:
-    return tempfile.mkdtemp(prefix="lox-bench-")
+# --- the same events handed to the clients by hand ------------------------------------------------
+
+ByHand = tuple[Callable[[], Any], Callable[[], Any]]  # what is timed, and the end
 
 
-def wandb_logger(**options: Any) -> WandbLogger:
-    return WandbLogger(mode="offline", dir=folder(), project="bench", settings=QUIETLY, **options)
+def rows(logs: lox.logdict) -> Iterator[tuple[int, dict[str, float]]]:
+    """Event by event, as a callback gets them."""
+    columns = {key: x.tolist() for key, x in logs.items()}
+    for step, *values in zip(logs.steps["step"]["key0"].tolist(), *columns.values(), strict=True):
+        yield step, dict(zip(columns, values, strict=True))
 
 
-# --- throughput: the same events through a logger, and through the client by hand -----------------
-
-
-def through(logger: lox.Logger, logs: lox.logdict) -> Callable[[], None]:
-    state = logger.init(jax.random.key(0))
+def csv_by_hand(folder: str, logs: lox.logdict) -> ByHand:
+    file = open(f"{folder}/x.csv", "w", newline="")  # noqa: SIM115
 
     def write() -> None:
-        logger.log(state, logs)
-        logger.flush()
-
-    return write
-
-
-def csv_by_hand(logs: lox.logdict) -> Callable[[], None]:
-    file = open(Path(folder()) / "x.csv", "w", newline="")  # noqa: SIM115
-
-    def write() -> None:
-        columns = [logs.steps["step"]["key0"].tolist(), *[x.tolist() for x in logs.values()]]
-        csv.writer(file).writerows(zip(*columns, strict=True))
+        csv.writer(file).writerows([step, *values.values()] for step, values in rows(logs))
         file.flush()
 
-    return write
+    return write, file.close
 
 
-def jsonl_by_hand(logs: lox.logdict) -> Callable[[], None]:
-    file = open(Path(folder()) / "x.jsonl", "w")  # noqa: SIM115
+def jsonl_by_hand(folder: str, logs: lox.logdict) -> ByHand:
+    file = open(f"{folder}/x.jsonl", "w")  # noqa: SIM115
 
     def write() -> None:
-        columns = {"step": logs.steps["step"]["key0"].tolist(), **{key: x.tolist() for key, x in logs.items()}}
-        lines = zip(*columns.values(), strict=True)
-        file.writelines(json.dumps(dict(zip(columns, line, strict=True))) + "\n" for line in lines)
+        file.writelines(json.dumps({"step": step, **values}) + "\n" for step, values in rows(logs))
         file.flush()
 
-    return write
+    return write, file.close
 
 
-def tensorboard_by_hand(logs: lox.logdict) -> Callable[[], None]:
+def tensorboard_by_hand(folder: str, logs: lox.logdict) -> ByHand:
     from tensorboard.summary import Writer
 
-    writer = Writer(folder())
+    writer = Writer(folder)
 
     def write() -> None:
-        for key, values in logs.items():
-            for step, value in zip(logs.steps["step"][key].tolist(), values.tolist(), strict=True):
+        for step, values in rows(logs):
+            for key, value in values.items():
                 writer.add_scalar(key, value, step)
         writer.flush()
 
-    return write
+    return write, writer.close
 
 
-def wandb_by_hand(logs: lox.logdict) -> Callable[[], None]:
+def wandb_by_hand(folder: str, logs: lox.logdict) -> ByHand:
     import wandb
 
-    settings = wandb.Settings(**QUIETLY)
-    run = wandb.init(mode="offline", dir=folder(), project="bench", reinit="create_new", settings=settings)
+    settings = wandb.Settings(**WANDB)
+    run = wandb.init(mode="offline", dir=folder, project="bench", reinit="create_new", settings=settings)
 
     def write() -> None:
-        columns = {key: x.tolist() for key, x in logs.items()}
-        for line in zip(*columns.values(), strict=True):  # steps of its own, since ours begin anew at every turn
-            run.log(dict(zip(columns, line, strict=True)))
+        for _, values in rows(logs):  # steps of its own, since ours begin anew at every turn
+            run.log(values)
 
-    return write
+    return write, run.finish
+
+
+def neptune_by_hand(folder: str, logs: lox.logdict) -> ByHand:
+    import neptune
+
+    run = neptune.init_run(mode="offline", capture_stdout=False, capture_stderr=False, capture_hardware_metrics=False)
+
+    def write() -> None:
+        for step, values in rows(logs):
+            for key, value in values.items():
+                run[key].append(value, step=step)
+        run.wait()
+
+    return write, run.stop
+
+
+def mlflow_by_hand(folder: str, logs: lox.logdict) -> ByHand:
+    import mlflow
+    from mlflow.entities import Metric
+
+    client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    run = client.create_run(client.create_experiment("by hand")).info.run_id
+
+    def write() -> None:
+        for step, values in rows(logs):
+            now = int(time.time() * 1000)
+            client.log_batch(run, [Metric(key, value, now, step) for key, value in values.items()])
+
+    return write, lambda: client.set_terminated(run)
+
+
+def trackio_by_hand(folder: str, logs: lox.logdict) -> ByHand:
+    import trackio
+
+    # In a context of its own, or the next one would end it.
+    start = functools.partial(trackio.init, project=f"bench-{os.path.basename(folder)}", **TRACKIO)
+    run = contextvars.Context().run(start)
+
+    def write() -> None:
+        for step, values in rows(logs):
+            run.log(values, step=step)
+        with run._client_lock:
+            run._flush_queues_inline()
+
+    return write, run.finish
+
+
+# --- the loggers ----------------------------------------------------------------------------------
+
+
+def trackio_logger(folder: str) -> lox.Logger:
+    return TrackioLogger(f"bench-lox-{os.path.basename(folder)}", **TRACKIO)
+
+
+def wandb_logger(folder: str, **options: Any) -> lox.Logger:
+    return WandbLogger(mode="offline", dir=folder, project="bench", settings=WANDB, **options)
+
+
+@dataclass(frozen=True)
+class Tracker:
+    name: str
+    make: Callable[[str], lox.Logger]
+    by_hand: Callable[[str, lox.logdict], ByHand]
+    events: int  # at once
+    needs: tuple[str, ...] = ()
+    goal: float | None = None  # of the time of a number, beside that of the client
+
+
+TRACKERS = [
+    tracker
+    for tracker in (
+        Tracker("CsvLogger", CsvLogger, csv_by_hand, 2000),
+        Tracker("JsonlLogger", JsonlLogger, jsonl_by_hand, 2000),
+        Tracker("TensorBoardLogger", TensorBoardLogger, tensorboard_by_hand, 10_000, ("tensorboard",), 1 / 50),
+        Tracker("WandbLogger", wandb_logger, wandb_by_hand, 500, ("wandb",)),
+        Tracker("NeptuneLogger", lambda folder: NeptuneLogger(), neptune_by_hand, 200, ("neptune",)),
+        Tracker(
+            "MLflowLogger",
+            lambda folder: MLflowLogger("bench", f"sqlite:///{folder}/mlflow.db"),
+            mlflow_by_hand,
+            200,
+            ("mlflow", "sqlalchemy"),
+        ),
+        Tracker("TrackioLogger", trackio_logger, trackio_by_hand, 200, ("trackio",)),
+    )
+    if all(importlib.util.find_spec(module) for module in tracker.needs)
+]
+
+
+@contextlib.contextmanager
+def in_a_folder() -> Iterator[str]:
+    """Where clients write; it is gone afterwards, as is the program when another client begins."""
+    folder = tempfile.mkdtemp(prefix="lox-bench-")
+    os.environ["NEPTUNE_DATA_DIRECTORY"] = folder
+    os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp(prefix="lox-bench-"))  # read once, by its import
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without what clients have to say."""
+    for name in ("neptune", "mlflow"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
 
 
 def throughput() -> Iterator[Row]:
-    keys = 5
-    for name, make, by_hand, events, goal in (
-        ("CsvLogger", lambda: CsvLogger(folder()), csv_by_hand, 2_000, None),
-        ("JsonlLogger", lambda: JsonlLogger(folder()), jsonl_by_hand, 2_000, None),
-        ("TensorBoardLogger", lambda: TensorBoardLogger(folder()), tensorboard_by_hand, 10_000, 1 / 50),
-        ("WandbLogger", wandb_logger, wandb_by_hand, 500, None),
-    ):
-        client = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}.get(name, "json")
-        if not importlib.util.find_spec(client):
-            continue
-        logs = block(0, events, keys)
-        with make() as logger:
-            calls = through(logger, logs), by_hand(logs)
-            label = f"{name}, {events:,} × {keys}: by hand"
-            yield compare(label, *calls, unit="us", count=events * keys, goal=goal, seconds=2)
+    for tracker in TRACKERS:
+        logs = block(0, tracker.events, KEYS)
+        with in_a_folder() as folder:
+            with quietly():
+                logger = tracker.make(f"{folder}/lox")
+                state = logger.init(jax.random.key(0))
+                by_hand, end = tracker.by_hand(folder, logs)
+
+            def ours(logger: lox.Logger = logger, state: Any = state, logs: lox.logdict = logs) -> None:
+                logger.log(state, logs)
+                logger.flush()
+
+            name = f"{tracker.name}, {tracker.events:,} × {KEYS}: by hand"
+            yield compare(name, ours, by_hand, unit="us", count=tracker.events * KEYS, goal=tracker.goal, seconds=2)
+            with quietly():
+                logger.close()
+                end()
 
 
 # --- how long a training waits --------------------------------------------------------------------
 
-STEPS, WIDTH = 200, 512
+SEEDS, STEPS, BUFFER, TURNS = 8, 200, 100, 8
+WIDTH, PIECES = 16, 3000
 
 
-def training_loop(x: Any) -> Any:
-    """Steps of several milliseconds with three metrics each."""
-    weights = jnp.eye(WIDTH) * 0.99 + 0.001
+def training(key: Any) -> Any:
+    """Several milliseconds of work per step for eight seeds, three metrics, as in a small experiment.
 
-    def step(x, i):
-        for _ in range(4):
-            x = jnp.tanh(x @ weights)
-        lox.log({"loss": x.mean(), "norm": jnp.abs(x).sum(), "first": x[0, 0]}, step=i)
-        return x, None
+    In pieces so small that XLA leaves them to one thread. With more, it would compete with the logger for the cores,
+    which a training on an accelerator does not.
+    """
 
-    return jax.lax.scan(step, x, jnp.arange(STEPS))[0]
+    def step(w: Any, i: Any) -> Any:
+        y = jax.lax.fori_loop(0, PIECES, lambda _, y: jnp.tanh(y @ w), jnp.eye(WIDTH))
+        w = w - 0.01 * (y.T @ y) / WIDTH
+        lox.log({"loss": jnp.mean(y**2), "norm": jnp.sum(w**2), "max": jnp.max(y)}, step=i)
+        return w, None
+
+    w = jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5
+    return jax.lax.scan(step, w, jnp.arange(STEPS))[0]
+
+
+@contextlib.contextmanager
+def other_cores() -> Iterator[None]:
+    """For threads that are started meanwhile. The training is on one core, as an accelerator would be elsewhere."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    others = set(range(os.cpu_count() or 1)) - before
+    os.sched_setaffinity(0, others or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+class Held:
+    """Adds up the time for which callbacks, and the program with them, wait for a logger."""
+
+    def __init__(self, logger: lox.Logger):
+        self.seconds, self._receive = 0.0, logger._pipeline.receive_tap
+        logger._pipeline.receive_tap = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, logs: Any) -> None:
+        start = time.perf_counter()
+        self._receive(logs)
+        self.seconds += time.perf_counter() - start
 
 
 def held_up() -> Iterator[Row]:
     """A loop with a logger, beside the same loop without logs. What is left in the queue is not timed."""
-    one = jnp.ones((WIDTH, WIDTH))
-    eight = jnp.ones((8, WIDTH // 8, WIDTH))
-    loggers = [
-        ("TensorBoardLogger, 1 run", lambda: TensorBoardLogger(folder()), one[None]),
-        ("TensorBoardLogger, 8 runs", lambda: TensorBoardLogger(folder()), eight),
-    ]
+    keys = jax.random.split(jax.random.key(0), SEEDS)
+    plain = jax.jit(jax.vmap(lox.nolog(training)))
+    loggers = [(tracker.name, tracker.make) for tracker in TRACKERS]
     if importlib.util.find_spec("wandb"):
-        loggers += [
-            ("WandbLogger, 1 run", wandb_logger, one[None]),
-            ("WandbLogger, 8 runs", wandb_logger, eight),
-            ("WandbLogger, 8 runs aggregated", lambda: wandb_logger(aggregate=True), eight),
-        ]
-    for name, make, x in loggers:
-        with make() as logger:
-            keys = jax.random.split(jax.random.key(0), len(x))
-            states = jax.vmap(logger.init)(keys)
-            logged = jax.jit(jax.vmap(lambda state, x, tap=logger.tap: tap(training_loop, state, buffer=100)(x)))
-            plain = jax.jit(jax.vmap(lox.nolog(training_loop)))
-            np.testing.assert_allclose(logged(states, x), plain(x), rtol=1e-5)
-            yield compare(
-                f"{name}, tap(buffer=100): no logs",
-                lambda logged=logged, states=states, x=x: jax.block_until_ready(logged(states, x)),
-                lambda plain=plain, x=x: jax.block_until_ready(plain(x)),
-                goal=1.03,
-                count=STEPS,
-                seconds=6,
-                between=logger.flush,
+        loggers.append(("WandbLogger, aggregated", functools.partial(wandb_logger, aggregate=True)))
+    for name, make in loggers:
+        with in_a_folder() as folder:
+            with quietly(), other_cores():
+                logger = make(f"{folder}/lox")
+                states = jax.vmap(logger.init)(keys)
+                first = jax.tree.map(lambda x: x[0], states)
+            held = Held(logger)
+            tapped = jax.jit(
+                jax.vmap(lambda state, key, tap=logger.tap: tap(training, state, buffer=BUFFER)(key)),
             )
+            np.testing.assert_allclose(tapped(states, keys), plain(keys), rtol=1e-5)
+            best = {"lox": float("inf"), "reference": float("inf")}
+            calls = {"lox": lambda f=tapped, s=states: f(s, keys), "reference": lambda: plain(keys)}
+            shares = []
+            for turn in range(TURNS):
+                for which in sorted(calls, reverse=bool(turn % 2)):
+                    with other_cores():
+                        # Starts the writer's thread from here. Started from a callback, it would stay on the one core.
+                        logger.log(first, {"turn": turn})
+                        logger.flush()
+                    held.seconds = 0.0
+                    start = time.perf_counter()
+                    jax.block_until_ready(calls[which]())
+                    elapsed = time.perf_counter() - start
+                    logger.flush()  # not counted: the program has what it wants
+                    best[which] = min(best[which], elapsed)
+                    shares += [(elapsed, elapsed - held.seconds)] if which == "lox" else []
+            milliseconds = [1e3 * best[which] / STEPS for which in ("lox", "reference")]
+            yield Row(f"{name}, 8 runs, tap(buffer={BUFFER}): no logs", "ms", *milliseconds, goal=1.03)
+            # The same without the noise of two runs: how long the program waited for the logger to take its events.
+            milliseconds = [1e3 * mean / STEPS for mean in np.mean(shares, 0)]
+            yield Row(f"{name}, 8 runs: less waiting", "ms", *milliseconds, goal=1.03)
+            with quietly():
+                logger.close()
 
 
 CASES = {"trackers": throughput, "held": held_up}

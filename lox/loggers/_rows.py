@@ -36,12 +36,10 @@ def rows(logs: logdict, picture: Picture) -> Iterator[Row]:
         same = tuple((name, x.shape, str(x.dtype), x.tobytes()) for name, x in sorted(steps.items()))
         groups.setdefault((count, same), []).append(key)
     for (count, _), keys in groups.items():
-        steps = {name: of[keys[0]] for name, of in logs.steps.items() if keys[0] in of}
+        steps = {name: plain(of[keys[0]]) for name, of in logs.steps.items() if keys[0] in of}
+        columns = {key: _column(logs, key, count, picture) for key in keys}
         for event in range(count):
-            yield (
-                {name: plain(x[event]) for name, x in steps.items()},
-                {key: _value(logs, key, event, picture) for key in keys},
-            )
+            yield {name: x[event] for name, x in steps.items()}, {key: x[event] for key, x in columns.items()}
 
 
 def leaf_by_leaf(logs: logdict) -> logdict:
@@ -63,16 +61,19 @@ def leaf_by_leaf(logs: logdict) -> logdict:
     return flat
 
 
-def _value(logs: logdict, key: str, event: int, picture: Picture) -> Any:
-    valid = logs.valid.get(key)
-    mask = None if valid is None else valid[event]
+def _column(logs: logdict, key: str, count: int, picture: Picture) -> list[Any]:
+    """What a key has in each row."""
+    value, valid = logs[key], logs.valid.get(key)
+    if isinstance(value, np.ndarray):
+        return plain(value, valid)
 
-    def at_event(x: Any) -> Any:
+    def at_event(x: Any, event: int) -> Any:
+        mask = None if valid is None else valid[event]
         if is_shown_whole(x):
             return _whole(jax.tree.map(lambda a: a[event], x), mask, picture)
         return plain(x[event], mask)
 
-    return jax.tree.map(at_event, logs[key], is_leaf=is_shown_whole)
+    return [jax.tree.map(lambda x, n=n: at_event(x, n), value, is_leaf=is_shown_whole) for n in range(count)]
 
 
 def _whole(x: Any, valid: np.ndarray | None, picture: Picture) -> Any:
@@ -109,15 +110,18 @@ def plain(x: np.ndarray, valid: np.ndarray | None = None) -> Any:
         return [plain(item, mask) for item, mask in zip(x, valid, strict=True)]
     if valid is not None and not valid:
         return None
-    if x.ndim:
+    if x.dtype.kind in "biu" or x.dtype == np.float64:
+        return x.tolist()
+    if x.ndim > 1:
         return [plain(item) for item in x]
-    value = x[()]
-    if x.dtype.kind in "biu":
-        return value.item()
-    if x.dtype.kind == "c":
+    if x.ndim:
+        return [_number(value) for value in x]
+    return _number(x[()])
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, np.complexfloating):
         return str(complex(value))
-    if x.dtype.kind == "f" and x.dtype.itemsize == 8:
-        return float(value)
     try:
         return float(str(value))  # also of the small types that NumPy does not know by itself
     except ValueError:

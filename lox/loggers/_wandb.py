@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from lox import _errors
@@ -19,7 +20,7 @@ from lox._image import Image
 from lox._logdict import logdict
 from lox.loggers import _bands, _clients
 from lox.loggers._base import Logger
-from lox.loggers._entries import MOST_ELEMENTS, Entry, Sorter, raise_problems
+from lox.loggers._entries import MOST_ELEMENTS, Entry, Sorter, is_missing, raise_problems
 from lox.loggers._media import few_bins, pillow
 from lox.loggers._rows import plain, strict_json
 from lox.loggers._run import Names, Run
@@ -270,26 +271,22 @@ def _together(entries: list[Entry]) -> list[_Row]:
 
 
 def _events(entry: Entry) -> Iterator[tuple[Steps, Any]]:
-    for n in range(len(next(iter(_arrays_of(entry))))):
-        if entry.valid is not None and not entry.valid[n]:
-            continue
-        steps = ((name, _step(x[n])) for name, x in entry.steps.items())
-        yield tuple((name, step) for name, step in steps if step is not None), _cell(entry.at(n).value)
+    if entry.valid is not None:
+        entry = entry.at(entry.valid)
+    columns = [[(name, step) for step in plain(x)] for name, x in entry.steps.items()]
+    missing = [is_missing(x).tolist() for x in entry.steps.values()]
+    for n, cell in enumerate(_cells(entry.value)):
+        yield tuple(column[n] for column, gone in zip(columns, missing, strict=True) if not gone[n]), cell
 
 
-def _arrays_of(entry: Entry) -> Iterator[np.ndarray]:
-    value = entry.value
-    yield value.counts if isinstance(value, Histogram) else value.pixels if isinstance(value, Image) else value
-
-
-def _step(x: np.ndarray) -> Any:
-    """A number; None for what stands where an event does not have that step."""
-    step = plain(x)
-    return None if step == -1 or step != step else step
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, Histogram):
-        wandb = client()
-        return wandb.Histogram(np_histogram=few_bins(value, wandb.Histogram.MAX_LENGTH))
-    return client().Image(pillow(value), file_type="png") if isinstance(value, Image) else plain(value)
+def _cells(value: np.ndarray | Histogram | Image) -> Iterator[Any]:
+    if isinstance(value, np.ndarray):
+        yield from plain(value)
+        return
+    wandb = client()
+    for n in range(len(jax.tree.leaves(value)[0])):
+        one = jax.tree.map(lambda x, n=n: x[n], value)
+        if isinstance(one, Histogram):
+            yield wandb.Histogram(np_histogram=few_bins(one, wandb.Histogram.MAX_LENGTH))
+        else:
+            yield wandb.Image(pillow(one), file_type="png")
