@@ -216,9 +216,12 @@ class progress:
 
 tick_p = _compat.Primitive("lox_tick")
 tick_p.multiple_results = True
+host_tick_p = _compat.Primitive("lox_host_tick")
+host_tick_p.multiple_results = True
 
 
 @tick_p.def_effectful_abstract_eval
+@host_tick_p.def_effectful_abstract_eval
 def _abstract_eval(number: Any, count: Any, due: Any, **params: Any) -> Any:
     del count, due, params
     return [number, number], {_compat.emit_effect}
@@ -243,16 +246,6 @@ def _impl(number: Any, count: Any, due: Any, *, owner: progress, kind: str) -> l
     if kind == "step" and int(count) < int(due):
         return [number, due]
     return [jnp.asarray(x) for x in _call(owner, kind, number, count, due)]
-
-
-host_tick_p = _compat.Primitive("lox_host_tick")
-host_tick_p.multiple_results = True
-
-
-@host_tick_p.def_effectful_abstract_eval
-def _host_abstract_eval(number: Any, count: Any, due: Any, **params: Any) -> Any:
-    del count, due, params
-    return [number, number], {_compat.emit_effect}
 
 
 def _lower_host(ctx: Any, *operands: Any, owner: progress, kind: str) -> Any:

@@ -63,7 +63,7 @@ def codec(name: str, words: int = 0) -> Codec:
         part = np.dtype(f"float{dtype.itemsize * 4}")
         return Codec(name, dtype, part, 2, lambda x: x.view(part), lambda x: x.view(dtype))
     if name == "float16":
-        return Codec(name, np.dtype(np.float16), np.dtype(np.float32), 0, _encode_half, _decode_half)
+        return Codec(name, np.dtype(np.float16), np.dtype(np.float32), 0, _widened, _narrowed)
     if name == "bfloat16":
         return Codec(name, np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), 0, _encode_bfloat, _decode_bfloat)
     if name in _SMALL and hasattr(ml_dtypes, name):
@@ -92,8 +92,8 @@ def step_codec(name: str) -> Codec:
         raise KeyError(name)
     wide = np.dtype("float64" if real.arrow.kind == "f" else "uint64" if name == "uint64" else "int64")
     if real.arrow == np.float32:
-        encode = lambda x: _exactly_double(real.encode(x))  # noqa: E731
-        decode = lambda x: real.decode(_exactly_single(x))  # noqa: E731
+        encode = lambda x: _widened(real.encode(x))  # noqa: E731
+        decode = lambda x: real.decode(_narrowed(x))  # noqa: E731
     else:
         encode = lambda x: x.astype(wide)  # noqa: E731
         decode = lambda x: x.astype(real.memory)  # noqa: E731
@@ -119,25 +119,44 @@ def _without(nan: Array, x: Array) -> Array:
     return np.where(nan, np.zeros((), x.dtype), x) if nan.any() else x
 
 
-def _encode_half(x: Array) -> Array:
-    bits = x.view(np.uint16).astype(np.uint32)
-    nan = (bits & 0x7FFF) > 0x7C00
-    wide = _without(nan, x).astype(np.float32)
+_MANTISSA = {16: 10, 32: 23, 64: 52}  # how many bits it has, in a float of that many
+
+
+def _parts(bits: int) -> tuple[Any, Any, int, int, int]:
+    """Of floats of so many bits: their type, that of their bits, the sign, the bits of infinity, the mantissa."""
+    sign, mantissa = 1 << (bits - 1), (1 << _MANTISSA[bits]) - 1
+    return np.dtype(f"f{bits // 8}"), np.dtype(f"u{bits // 8}"), sign, sign - 1 - mantissa, mantissa
+
+
+def _widened(x: Array) -> Array:
+    """As floats of twice the bits."""
+    n = 8 * x.dtype.itemsize
+    _, narrow, sign, infinity, mantissa = _parts(n)
+    wide, wide_bits, _, wide_infinity, _ = _parts(2 * n)
+    bits = x.view(narrow).astype(wide_bits)
+    nan = (bits & (sign - 1)) > infinity
+    out = _without(nan, x).astype(wide)
     if nan.any():
-        rebuilt = (bits & 0x8000) << 16 | 0x7F800000 | (bits & 0x3FF) << 13
-        wide.view(np.uint32)[nan] = rebuilt[nan]
-    return wide
+        shift = _MANTISSA[2 * n] - _MANTISSA[n]
+        rebuilt = (bits & sign) << n | wide_infinity | (bits & mantissa) << shift
+        out.view(wide_bits)[nan] = rebuilt[nan]
+    return out
 
 
-def _decode_half(x: Array) -> Array:
-    bits = x.view(np.uint32)
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+def _narrowed(x: Array) -> Array:
+    """The inverse."""
+    n = 4 * x.dtype.itemsize
+    _, wide_bits, sign, infinity, _ = _parts(2 * n)
+    narrow, narrow_bits, narrow_sign, narrow_infinity, mantissa = _parts(n)
+    bits = x.view(wide_bits)
+    nan = (bits & (sign - 1)) > infinity
     with np.errstate(over="ignore"):  # only of a file that lox did not write
-        half = _without(nan, x).astype(np.float16)
+        out = _without(nan, x).astype(narrow)
     if nan.any():
-        rebuilt = ((bits >> 16) & 0x8000 | 0x7C00 | (bits >> 13) & 0x3FF).astype(np.uint16)
-        half.view(np.uint16)[nan] = rebuilt[nan]
-    return half
+        shift = _MANTISSA[2 * n] - _MANTISSA[n]
+        rebuilt = ((bits >> n) & narrow_sign | narrow_infinity | (bits >> shift) & mantissa).astype(narrow_bits)
+        out.view(narrow_bits)[nan] = rebuilt[nan]
+    return out
 
 
 def _encode_bfloat(x: Array) -> Array:
@@ -164,25 +183,3 @@ def _small_floats(dtype: np.dtype[Any]) -> Array:
 def _lookup(table: Array, order: Array, bits: Array) -> Array:
     where = np.searchsorted(table, bits, sorter=order)
     return order[np.minimum(where, 255)].astype(np.uint8)
-
-
-def _exactly_double(x: Array) -> Array:
-    bits = x.view(np.uint32)
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    wide = _without(nan, x).astype(np.float64)
-    if nan.any():
-        b = bits.astype(np.uint64)
-        rebuilt = (b & 0x80000000) << 32 | 0x7FF0000000000000 | (b & 0x7FFFFF) << 29
-        wide.view(np.uint64)[nan] = rebuilt[nan]
-    return wide
-
-
-def _exactly_single(x: Array) -> Array:
-    bits = x.view(np.uint64)
-    nan = (bits & 0x7FFFFFFFFFFFFFFF) > 0x7FF0000000000000
-    with np.errstate(over="ignore"):  # only of a file that lox did not write
-        narrow = _without(nan, x).astype(np.float32)
-    if nan.any():
-        rebuilt = ((bits >> 32) & 0x80000000 | 0x7F800000 | (bits >> 29) & 0x7FFFFF).astype(np.uint32)
-        narrow.view(np.uint32)[nan] = rebuilt[nan]
-    return narrow
