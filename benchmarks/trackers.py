@@ -147,6 +147,11 @@ def trackio_by_hand(folder: str, logs: lox.logdict) -> ByHand:
 # --- the loggers ----------------------------------------------------------------------------------
 
 
+def mlflow_logger(folder: str) -> lox.Logger:
+    os.makedirs(folder)
+    return MLflowLogger("bench", f"sqlite:///{folder}/mlflow.db")
+
+
 def trackio_logger(folder: str) -> lox.Logger:
     return TrackioLogger(f"bench-lox-{os.path.basename(folder)}", **TRACKIO)
 
@@ -161,28 +166,30 @@ class Tracker:
     make: Callable[[str], lox.Logger]
     by_hand: Callable[[str, lox.logdict], ByHand]
     events: int  # at once
-    needs: tuple[str, ...] = ()
+    client: tuple[str, ...] = ()  # what has to be installed
     goal: float | None = None  # of the time of a number, beside that of the client
+    needs_client: bool = True  # the logger too, and not only what is done by hand
+
+    def can(self, by_hand: bool) -> bool:
+        return not (by_hand or self.needs_client) or all(importlib.util.find_spec(module) for module in self.client)
 
 
 TRACKERS = [
-    tracker
-    for tracker in (
-        Tracker("CsvLogger", CsvLogger, csv_by_hand, 2000),
-        Tracker("JsonlLogger", JsonlLogger, jsonl_by_hand, 2000),
-        Tracker("TensorBoardLogger", TensorBoardLogger, tensorboard_by_hand, 10_000, ("tensorboard",), 1 / 50),
-        Tracker("WandbLogger", wandb_logger, wandb_by_hand, 500, ("wandb",)),
-        Tracker("NeptuneLogger", lambda folder: NeptuneLogger(), neptune_by_hand, 200, ("neptune",)),
-        Tracker(
-            "MLflowLogger",
-            lambda folder: MLflowLogger("bench", f"sqlite:///{folder}/mlflow.db"),
-            mlflow_by_hand,
-            200,
-            ("mlflow", "sqlalchemy"),
-        ),
-        Tracker("TrackioLogger", trackio_logger, trackio_by_hand, 200, ("trackio",)),
-    )
-    if all(importlib.util.find_spec(module) for module in tracker.needs)
+    Tracker("CsvLogger", CsvLogger, csv_by_hand, 2000),
+    Tracker("JsonlLogger", JsonlLogger, jsonl_by_hand, 2000),
+    Tracker(
+        "TensorBoardLogger",
+        TensorBoardLogger,
+        tensorboard_by_hand,
+        10_000,
+        ("tensorboard",),
+        1 / 50,
+        needs_client=False,
+    ),
+    Tracker("WandbLogger", wandb_logger, wandb_by_hand, 500, ("wandb",)),
+    Tracker("NeptuneLogger", lambda folder: NeptuneLogger(), neptune_by_hand, 200, ("neptune",)),
+    Tracker("MLflowLogger", mlflow_logger, mlflow_by_hand, 200, ("mlflow", "sqlalchemy")),
+    Tracker("TrackioLogger", trackio_logger, trackio_by_hand, 200, ("trackio",)),
 ]
 
 
@@ -208,7 +215,7 @@ def quietly() -> Iterator[None]:
 
 
 def throughput() -> Iterator[Row]:
-    for tracker in TRACKERS:
+    for tracker in [tracker for tracker in TRACKERS if tracker.can(by_hand=True)]:
         logs = block(0, tracker.events, KEYS)
         with in_a_folder() as folder:
             with quietly():
@@ -230,7 +237,7 @@ def throughput() -> Iterator[Row]:
 # --- how long a training waits --------------------------------------------------------------------
 
 SEEDS, STEPS, BUFFER, TURNS = 8, 200, 100, 8
-WIDTH, PIECES = 16, 3000
+WIDTH = 16
 
 
 def training(key: Any) -> Any:
@@ -240,8 +247,10 @@ def training(key: Any) -> Any:
     which a training on an accelerator does not.
     """
 
+    pieces = 3000 if jax.default_backend() == "cpu" else 300
+
     def step(w: Any, i: Any) -> Any:
-        y = jax.lax.fori_loop(0, PIECES, lambda _, y: jnp.tanh(y @ w), jnp.eye(WIDTH))
+        y = jax.lax.fori_loop(0, pieces, lambda _, y: jnp.tanh(y @ w), jnp.eye(WIDTH))
         w = w - 0.01 * (y.T @ y) / WIDTH
         lox.log({"loss": jnp.mean(y**2), "norm": jnp.sum(w**2), "max": jnp.max(y)}, step=i)
         return w, None
@@ -282,7 +291,7 @@ def held_up() -> Iterator[Row]:
     """A loop with a logger, beside the same loop without logs. What is left in the queue is not timed."""
     keys = jax.random.split(jax.random.key(0), SEEDS)
     plain = jax.jit(jax.vmap(lox.nolog(training)))
-    loggers = [(tracker.name, tracker.make) for tracker in TRACKERS]
+    loggers = [(tracker.name, tracker.make) for tracker in TRACKERS if tracker.can(by_hand=False)]
     if importlib.util.find_spec("wandb"):
         loggers.append(("WandbLogger, aggregated", functools.partial(wandb_logger, aggregate=True)))
     for name, make in loggers:

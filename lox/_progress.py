@@ -208,8 +208,10 @@ class progress:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        jax.effects_barrier()
-        self.close()
+        try:
+            jax.effects_barrier()
+        finally:  # it raises what callbacks of the loop have raised, on a GPU
+            self.close()
 
 
 # --- the primitive: a host call that happens only when it is due ---

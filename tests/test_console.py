@@ -373,6 +373,15 @@ def test_a_loop_that_is_aborted():
     assert int(progress.scan(lambda c, _: (c + 1, None), 0)[0]) == 5  # and it can be used again
 
 
+def test_a_loop_whose_error_comes_late(monkeypatch):
+    progress = bar(5)
+    monkeypatch.setattr(jax, "effects_barrier", lambda: 1 / 0)  # as on a GPU, where nobody waits before
+    with pytest.raises(ZeroDivisionError), progress:
+        jax.jit(lambda: progress.scan(lambda c, _: (c, None), 0, length=5))()
+    assert not progress._bars
+    monkeypatch.undo()
+
+
 def test_wrong_progress():
     with pytest.raises(ValueError, match=r"`total` is 'many'; it must be a number of iterations, below 2\*\*31"):
         lox.progress("many")
