@@ -19,8 +19,8 @@ import jax.extend.linear_util as lu
 import numpy as np
 from jax import lax
 from jax._src import config
-from jax._src.core import trace_ctx as _trace_ctx
 from jax._src import effects as _effects
+from jax._src.core import trace_ctx as _trace_ctx
 from jax._src.dispatch import runtime_tokens as _runtime_tokens
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.sharding_impls import (
@@ -120,9 +120,7 @@ class OrderEffect(_DebugEffect):
         # Asked for by JAX whenever it looks for the token of the last program: time to forget one that has failed.
         token = next((t for e, t in _runtime_tokens.current_tokens.items() if e is self), None)
         if token is not None and _has_failed(token):
-            _runtime_tokens.current_tokens = {
-                e: t for e, t in _runtime_tokens.current_tokens.items() if e is not self
-            }
+            _runtime_tokens.current_tokens = {e: t for e, t in _runtime_tokens.current_tokens.items() if e is not self}
         return hash(OrderEffect)
 
 

@@ -64,6 +64,8 @@ class TensorBoardLogger(CurveLogger):
         max_elements: The size of the largest array whose elements become scalars.
     """
 
+    reserved_names = ("config",)  # the text; in TensorBoard a name stands for one kind of thing
+
     def __init__(
         self,
         path: str | os.PathLike[str],
