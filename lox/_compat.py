@@ -108,30 +108,22 @@ class EmitEffect(_DebugEffect):
 class OrderEffect(_DebugEffect):
     """Marks an equation that calls the host in program order, with respect to all others that do.
 
-    JAX passes a token from one to the next, through loops, branches and calls, and from one program to the next. The
-    failures for which its ordered effects are known, under `vmap` and on several devices, are checks for its own kinds.
-    What is left: a program that fails leaves a token that fails, and everyone who comes after it would fail too.
+    JAX passes a token from one to the next, through loops, branches and calls. What its own ordered effects cannot do,
+    under `vmap` and on several devices, are checks for their kinds. One thing is left: it also passes the token from
+    one program to the next, which would wait for the one before, and fail if that one has failed. But programs come in
+    order anyway. So whenever JAX looks for the token of the last program, which takes the hash, there is none.
     """
 
     __str__ = lambda self: "Order"  # noqa: E731
-    __eq__ = lambda self, other: type(other) is OrderEffect  # noqa: E731
+    __eq__ = lambda self, other: self is other  # noqa: E731
 
     def __hash__(self) -> int:
-        # Asked for by JAX whenever it looks for the token of the last program: time to forget one that has failed.
-        token = next((t for e, t in _runtime_tokens.current_tokens.items() if e is self), None)
-        if token is not None and _has_failed(token):
-            _runtime_tokens.current_tokens = {e: t for e, t in _runtime_tokens.current_tokens.items() if e is not self}
+        tokens = _runtime_tokens.current_tokens
+        if any(effect is self for effect in tokens):
+            others = {effect: token for effect, token in tokens.items() if effect is not self}
+            tokens.clear()
+            tokens.update(others)
         return hash(OrderEffect)
-
-
-def _has_failed(token: Any) -> bool:
-    if not token._buf.is_ready():
-        return False
-    try:
-        token.block_until_ready()
-    except jax.errors.JaxRuntimeError:
-        return True
-    return False
 
 
 log_effect = LogEffect()
@@ -797,4 +789,4 @@ def forget_failed_effects(text: str) -> None:
                 token.block_until_ready()
             except jax.errors.JaxRuntimeError as error:
                 if text in str(error):
-                    del tokens[key]
+                    tokens.pop(key, None)  # to look for ours is to forget it

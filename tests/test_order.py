@@ -178,15 +178,7 @@ def test_a_program_that_fails_does_not_stop_the_next_one() -> None:
                 jax.block_until_ready(failing(-1.0))
                 jax.effects_barrier()
             assert float(good(float(turn))) == turn
-        _forget_errors()
     assert [x for x in values(logger) if x >= 0] == [0, 1, 2]
-
-
-def _forget_errors() -> None:
-    """JAX raises what a program has raised to everyone who waits, until it is asked to forget."""
-    from lox import _compat
-
-    _compat.forget_failed_effects("boom")
 
 
 def test_the_end_of_a_run_comes_last() -> None:
