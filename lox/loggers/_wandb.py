@@ -268,8 +268,9 @@ def _together(entries: list[Entry]) -> list[_Row]:
     """
     rows: dict[Any, _Row] = {}
     order: dict[Any, Any] = {}
+    seen_under: collections.defaultdict[str, collections.Counter[Any]] = collections.defaultdict(collections.Counter)
     for entry in entries:
-        seen: collections.Counter[Any] = collections.Counter()
+        seen = seen_under[entry.name]  # statistics of lanes that disagree are several entries of one name
         round_, last = 0, -math.inf
         for steps, value in _events(entry):
             wanted = _main(steps)
@@ -278,7 +279,7 @@ def _together(entries: list[Entry]) -> list[_Row]:
             place = (round_ if wanted is not None else None, steps)
             place = (*place, seen[place])
             seen[place[:2]] += 1
-            rows.setdefault(place, _Row(steps, {})).cells[entry.name] = value  # names are unique: nothing stands there
+            rows.setdefault(place, _Row(steps, {})).cells[entry.name] = value
             order[place] = (wanted is None, round_ if wanted is not None else 0, wanted or 0)
     return [rows[place] for place in sorted(rows, key=order.__getitem__)]
 
