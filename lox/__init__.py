@@ -28,6 +28,7 @@ from lox import logify as logify
 from lox import neptune as neptune
 from lox import store as store
 from lox import testing as testing
+from lox import wandb as wandb
 from lox._errors import LogTypeError as LogTypeError
 from lox._errors import LoxError as LoxError
 from lox._errors import LoxWarning as LoxWarning

@@ -19,6 +19,7 @@ import jax.extend.linear_util as lu
 import numpy as np
 from jax import lax
 from jax._src import config
+from jax._src import effects as _effects
 from jax._src.core import trace_ctx as _trace_ctx
 from jax._src.dispatch import runtime_tokens as _runtime_tokens
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
@@ -104,8 +105,33 @@ class EmitEffect(_DebugEffect):
     __str__ = lambda self: "Emit"  # noqa: E731
 
 
+class OrderEffect(_DebugEffect):
+    """Marks an equation that calls the host in program order, with respect to all others that do.
+
+    JAX passes a token from one to the next, through loops, branches and calls. What its own ordered effects cannot do,
+    under `vmap` and on several devices, are checks for their kinds. One thing is left: it also passes the token from
+    one program to the next, which would wait for the one before, and fail if that one has failed. But programs come in
+    order anyway. So whenever JAX looks for the token of the last program, which takes the hash, there is none.
+    """
+
+    __str__ = lambda self: "Order"  # noqa: E731
+    __eq__ = lambda self, other: self is other  # noqa: E731
+
+    def __hash__(self) -> int:
+        tokens = _runtime_tokens.current_tokens
+        if any(effect is self for effect in tokens):
+            others = {effect: token for effect, token in tokens.items() if effect is not self}
+            tokens.clear()
+            tokens.update(others)
+        return hash(OrderEffect)
+
+
 log_effect = LogEffect()
 emit_effect = EmitEffect()
+order_effect = OrderEffect()
+host_call_effects = {emit_effect, order_effect}
+_effects.ordered_effects.add_type(OrderEffect)
+_effects.shardable_ordered_effects.add_type(OrderEffect)
 
 # --- jaxprs --------------------------------------------------------------------------------------
 
@@ -675,16 +701,7 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
     """
     axis_context = ctx.module_context.axis_context
     if getattr(axis_context, "num_devices", None) == 1:
-        results, _, _ = mlir.emit_python_callback(
-            ctx,
-            callback,
-            None,
-            list(operands),
-            ctx.avals_in,
-            ctx.avals_out,
-            has_side_effect=True,
-        )
-        return results
+        return _call_in_order(ctx, callback, operands)
 
     def without_token(*arrays: Any) -> tuple[()]:
         callback(np.int32(-1), *arrays)
@@ -712,6 +729,7 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
         has_side_effect=True,
         sharding=_callback_sharding(kind),
     )
+    ctx.set_tokens_out(ctx.tokens_in)
     return [operands[0]]
 
 
@@ -727,15 +745,28 @@ def _callback_sharding(kind: str) -> Any:
     return sharding
 
 
-_LAST_CALL = "lox: the block and the token of the last host call"
+def _call_in_order(ctx: Any, callback: Any, operands: Any) -> Any:
+    """A host call on one device, which takes part in the order of others if its effects say so."""
+    order = order_effect if order_effect in ctx.tokens_in.effects() else None
+    results, token, _ = mlir.emit_python_callback(
+        ctx,
+        callback,
+        None if order is None else ctx.tokens_in.get(order),
+        list(operands),
+        ctx.avals_in,
+        ctx.avals_out,
+        has_side_effect=True,
+    )
+    if order is not None:
+        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({order: token})))
+    return results
 
 
 def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
     """Emit a host call of `callback(*arrays)`, which returns a tuple of arrays.
 
-    XLA may reorder calls that do not depend on each other, side effects or not. So each takes a token from the one
-    before in the same block, and returns one; the iterations of a loop follow each other anyway. On several devices
-    there is no one order to keep.
+    XLA may reorder calls that do not depend on each other, side effects or not: so its effects must tell that it takes
+    part in the order of others. On several devices there is no one order to keep.
     """
     if getattr(ctx.module_context.axis_context, "num_devices", None) != 1:
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out]
@@ -744,24 +775,7 @@ def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
             return io_callback(lambda *a: callback(*map(np.asarray, a)), shapes, *arrays)
 
         return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
-    block = mlir.ir.InsertionPoint.current.block
-    notes = ctx.module_context.cached_primitive_lowerings  # a dict that lives as long as the module is being made
-    last_block, token = notes.get(_LAST_CALL, (None, None))
-    if last_block is None or last_block != block:
-        token = mlir.ir_constant(np.zeros((), np.int32))
-    token_type = jax.core.ShapedArray((), np.dtype(np.int32))
-    avals_in, avals_out = [token_type, *ctx.avals_in], [token_type, *ctx.avals_out]
-    results, _, _ = mlir.emit_python_callback(
-        ctx.replace(avals_in=avals_in, avals_out=avals_out),
-        lambda token, *arrays: (token, *callback(*arrays)),
-        None,
-        [token, *operands],
-        avals_in,
-        avals_out,
-        has_side_effect=True,
-    )
-    notes[_LAST_CALL] = block, results[0]
-    return results[1:]
+    return _call_in_order(ctx, callback, operands)
 
 
 def forget_failed_effects(text: str) -> None:
@@ -775,4 +789,4 @@ def forget_failed_effects(text: str) -> None:
                 token.block_until_ready()
             except jax.errors.JaxRuntimeError as error:
                 if text in str(error):
-                    del tokens[key]
+                    tokens.pop(key, None)  # to look for ours is to forget it

@@ -78,7 +78,7 @@ def _stay_in_place(primitive: Any, rule: Any, trace: Any, *tracers: Any, **param
 def _while_under_remat(rule: Any, saveable: Any, unks_in: Any, inst_in: Any, eqn: Any) -> Any:
     known, staged, *rest = rule(saveable, unks_in, inst_in, eqn)
     if known is not None and staged is not None and _reports(eqn.params):
-        effects = staged.effects - {_compat.log_effect, _compat.emit_effect}
+        effects = staged.effects - {_compat.log_effect, *_compat.host_call_effects}
         staged = staged.replace(params=_silent(staged.params), effects=effects)
     return known, staged, *rest
 

@@ -58,8 +58,13 @@ def _bind(deliver: Deliver, packet: Any, operands: list[Any], token: Any, condit
 
 @emit_p.def_effectful_abstract_eval
 def _abstract_eval(token: Any, *avals: Any, deliver: Deliver, packet: Any, conditional: bool) -> Any:
-    del avals, deliver, packet, conditional
-    return [token], {_compat.emit_effect}
+    del avals, packet, conditional
+    return [token], _compat.host_call_effects if is_ordered(deliver) else {_compat.emit_effect}
+
+
+def is_ordered(deliver: Deliver) -> bool:
+    """Whether events come in program order with respect to all other host calls that do, and not only to each other."""
+    return getattr(deliver, "ordered", False)
 
 
 # --- what travels --------------------------------------------------------------------------------

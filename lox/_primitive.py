@@ -164,11 +164,22 @@ def as_array(x: Any, what: str) -> Any:
     if isinstance(x, str | bytes) or x is None:
         raise _errors.LogTypeError(f"`lox.log` cannot log {what}: {x!r} is no array but {type(x).__name__}.")
     try:
-        return jnp.asarray(x)
+        array = jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
         raise _errors.LogTypeError(
             f"`lox.log` cannot log {what}: {type(x).__name__} cannot be made an array ({error})."
         ) from error
+    if isinstance(x, np.ndarray | np.generic) and not _keeps_integers(x, array.dtype):
+        raise _errors.LogTypeError(
+            f"`lox.log` cannot log {what}: {x.dtype} {x} does not fit into {array.dtype}. "
+            "Let JAX use 64 bits, `jax.config.update('jax_enable_x64', True)`, or log it as a float."
+        )
+    return array
+
+
+def _keeps_integers(x: Any, dtype: Any) -> bool:
+    """Whether integers of NumPy's are the same in the type that JAX makes of them, which it does without a word."""
+    return x.dtype.kind not in "iu" or x.dtype == dtype or np.array_equal(np.asarray(x).astype(dtype), x)
 
 
 def as_step(x: Any, what: str) -> Any:

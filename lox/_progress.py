@@ -226,7 +226,7 @@ host_tick_p.multiple_results = True
 @host_tick_p.def_effectful_abstract_eval
 def _abstract_eval(number: Any, count: Any, due: Any, **params: Any) -> Any:
     del count, due, params
-    return [number, number], {_compat.emit_effect}
+    return [number, number], _compat.host_call_effects
 
 
 def _call(owner: progress, kind: str, number: Any, count: Any, due: Any) -> tuple[Any, Any]:
@@ -254,7 +254,7 @@ def _lower_host(ctx: Any, *operands: Any, owner: progress, kind: str) -> Any:
     return _compat.lower_host_call(ctx, functools.partial(_call, owner, kind), *operands)
 
 
-mlir.register_lowering(host_tick_p, _lower_host, cacheable=False)
+mlir.register_lowering(host_tick_p, _lower_host)
 
 
 def _when_due(number: Any, count: Any, due: Any, **params: Any) -> list[Any]:

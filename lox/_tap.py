@@ -65,6 +65,8 @@ class HostFunction:
 class Delivery(HostFunction):
     """Delivers every event to the callback as it comes."""
 
+    ordered = True  # for `emit`
+
     def __call__(self, logs: logdict, token: int = 0) -> int | None:
         """Take the events of one call, on the host."""
         try:
@@ -158,6 +160,8 @@ class AtOnce:
 
     delivery: Delivery
     keys: frozenset[str]
+
+    ordered: ClassVar[bool] = True  # for `emit`
 
     def __call__(self, logs: logdict, token: int = 0) -> int | None:
         """Take the events of one call, on the host."""

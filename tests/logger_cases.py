@@ -244,11 +244,14 @@ def read_mlflow(logger):
     return events
 
 
+TRACKIO = {"auto_log_cpu": False, "auto_log_gpu": False}
+
+
 def make_trackio(path, **kwargs):
     os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp())  # read once, when it is imported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return TrackioLogger(f"{uuid.uuid4()}", auto_log_cpu=False, auto_log_gpu=False, **kwargs)
+        return TrackioLogger(f"{uuid.uuid4()}", **TRACKIO, **kwargs)
 
 
 def read_trackio(logger):

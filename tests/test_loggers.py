@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def test_config_may_differ_from_lane_to_lane():
             "name": "adam", "layers": (64, 64), "clip": None, "nesterov": True, "half": 0.5,
         }  # fmt: skip
         assert type(run.config["nesterov"]) is bool and type(run.config["lr"]) is float
-        same(run.config["scale"], np.ones(2, np.float32))
+        same(run.config["scale"], np.ones(2))  # as it was given
 
 
 def test_two_inits_of_one_program_are_two_runs():
@@ -102,7 +103,7 @@ def test_wrong_states():
         ):
             logger.tap(with_steps, None)
         states = jax.vmap(logger.init)(jax.random.split(jax.random.key(0), 3))
-        with pytest.raises(TypeError, match=r"`log` got the states of \(3,\) runs: it takes one. .*map over the state"):
+        with pytest.raises(TypeError, match=r"`log` got the states of 3 runs: it takes one. .*map over the state"):
             logger.log(states, {"a": 1})
         with pytest.warns(lox.LoxWarning, match="has no run number"):
             jax.jit(lambda state: other.log(state, {"a": 1}))(state)  # only the host can tell
@@ -272,6 +273,36 @@ def test_a_compiled_init_that_fails_does_not_stop_the_program():
         "run '0' could not be opened, so its events are not written",
     ]
     assert logger.finished == []
+
+
+def test_a_compiled_function_with_a_logger_that_is_closed(tmp_path):
+    @jax.jit
+    def experiment(key):
+        logger.log(logger.init(key), {"a": 1})
+        return 0
+
+    with JsonlLogger(tmp_path / "one") as logger:
+        experiment(jax.random.key(0))
+    with JsonlLogger(tmp_path / "two") as logger:  # of which the compiled function knows nothing
+        for _ in range(2):
+            with pytest.raises(Exception, match="this JsonlLogger is closed, but a compiled function still uses it"):
+                jax.block_until_ready(experiment(jax.random.key(1)))
+                jax.effects_barrier()
+        jax.clear_caches()
+        experiment(jax.random.key(1))
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["0.jsonl"]
+    assert (tmp_path / "two" / "1.jsonl").read_text().count("\n") == 1
+
+
+def test_every_warning_is_shown():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # which shows the same warning of the same line once
+        for _ in range(3):
+            logger = Broken("write")
+            logger.log(logger.init(jax.random.key(0)), {"a": 1})
+            with pytest.raises(ValueError, match="cannot write 0"):
+                logger.close()
+    assert len([warning for warning in caught if issubclass(warning.category, lox.LoxWarning)]) == 3
 
 
 def test_all_errors_of_all_runs_are_raised():

@@ -210,6 +210,28 @@ def test_names_that_look_alike_stay_apart(tmp_path):
     assert scalars(found, "a/b [key]") == [(0, 2.0)]
 
 
+@needs_tensorboard
+def test_one_name_for_one_kind_of_thing(tmp_path):
+    """In TensorBoard, a tag belongs to scalars, or histograms, or images, or texts."""
+    with TensorBoardLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0), config={"lr": 0.1})
+        logger.log(state, {"a": 1.0, "config": 2.0}, step=1)
+        logger.log(state, {"a": lox.Histogram(np.ones(3))}, step=2)
+        logger.log(state, {"a": lox.Image(np.ones((2, 2)))}, step=3)
+    tags = read(tmp_path / "0").Tags()
+    assert (tags["scalars"], tags["histograms"]) == (["a", "config [key]"], ["a [histogram]"])
+    assert (tags["images"], tags["tensors"]) == (["a [image]"], ["config"])
+
+
+@needs_tensorboard
+def test_beyond_single_precision(tmp_path):
+    with TensorBoardLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0))
+        logger.log(state, {"big": np.float64(1e39), "ok": 1.0}, step=0)
+    found = read(tmp_path / "0")
+    assert (scalars(found, "big"), scalars(found, "ok")) == ([(0, np.inf)], [(0, 1.0)])
+
+
 def test_more_runs_than_files_may_be_open(tmp_path):
     with TensorBoardLogger(tmp_path) as logger:
         states = jax.vmap(logger.init)(jax.vmap(jax.random.key)(jnp.arange(100)))

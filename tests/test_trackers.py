@@ -234,7 +234,7 @@ def test_steps_that_are_missing_or_no_integers(make, read, tmp_path):
         logger.log(state, {"y": 3.0}, step=20)
     assert read(logger)["7"] == {
         "x": [({"step": n}, x) for n, x in enumerate([0.0, 0.5, 7.0, 1.0, 2.0])],
-        "t": [({"step": n}, x) for n, x in [(0, 0.0), (1, 0.5), (3, 1.0), (4, 2.0)]],
+        "t": [({"step": n}, x) for n, x in [(1, 0.5), (3, 1.0), (4, 2.0)]],  # and 0 is 0
         "y": [({"step": 10}, 1.0), ({"step": 11}, 2.0), ({"step": 20}, 3.0)],
     }
 
@@ -250,6 +250,97 @@ def test_the_same_step_name_twice_with_other_numbers(make, read, tmp_path):
     found = read(logger)["7"]
     assert [x for _, x in found.pop("epoch")] == [5, 6]
     assert found == {"a": [({"step": 0}, 1.0)], "b": [({"step": 0}, 2.0)]}
+
+
+@trackers
+def test_a_step_of_minus_one(make, read, tmp_path):
+    """An evaluation before the training, not a step that is missing."""
+    with make(tmp_path) as logger:
+        state = logger.init(KEY)
+        for step in (-2, -1, 0):
+            logger.log(state, {"x": step}, step=step)
+    assert read(logger)["7"] == {"x": [({"step": step}, step) for step in (-2, -1, 0)]}
+
+
+@trackers
+def test_a_step_that_is_no_integer_concerns_its_own_run_only(make, read, tmp_path):
+    with make(tmp_path) as logger:
+        one, two = (logger.init(jax.random.key(n)) for n in (7, 8))
+        for step in (10.0, 20.0, 20.5, 30.0):
+            logger.log(one, {"x": step}, step=step)
+        logger.flush()
+        logger.log(two, {"x": 1.0}, step=100)
+    step = "step_x_" if make is make_trackio else "step"
+    assert read(logger)["7"] == {
+        "x": [({"step": n}, x) for n, x in [(10, 10), (20, 20), (21, 20.5), (22, 30)]],
+        step: [({"step": n}, x) for n, x in [(21, 20.5), (22, 30)]],
+    }
+    assert read(logger)["8"] == {"x": [({"step": 100}, 1.0)]}
+
+
+@trackers
+def test_leaves_that_look_alike(make, read, tmp_path):
+    with make(tmp_path) as logger:
+        state = logger.init(KEY)
+        logger.log(state, {"a": {"b/c": 1.0, "b": {"c": 2.0}}, "g": {"x": np.array([5.0, 6.0]), "x/0": 7.0}}, step=3)
+    found = {logger.key_of(name): [x for _, x in of] for name, of in read(logger)["7"].items()}
+    assert sorted(x for (x,) in found.values()) == [1, 2, 5, 6, 7]
+    assert len(found) == 5
+
+
+@trackers
+@pytest.mark.parametrize("how", ["spool", "tap"])
+def test_lanes_inside_a_run_have_steps_of_their_own(make, read, tmp_path, how):
+    def f(happens, steps):
+        def lane(happens, step):
+            lox.log({"c": 1.0, "h": lox.Histogram(jnp.full(3, step), 8, (0, 8))}, step=step, where=happens)
+            return step
+
+        return jax.vmap(lane)(happens, steps)
+
+    with make(tmp_path) as logger:
+        getattr(logger, how)(f, logger.init(KEY))(jnp.array([False, True, True]), jnp.array([3, 7, 5]))
+    found = read(logger)["7"]
+    assert {name: of for name, of in found.items() if name.startswith("c")} == {
+        "c/1": [({"step": 7}, 1.0)],
+        "c/2": [({"step": 5}, 1.0)],
+    }
+    assert sorted(
+        {(name.split("/")[1], steps["step"]) for name, of in found.items() if name[0] == "h" for steps, _ in of}
+    ) == [
+        ("1", 7),
+        ("2", 5),
+    ]
+
+
+@trackers
+def test_a_bad_key_does_not_take_others_along(make, read, tmp_path):
+    with pytest.warns(lox.LoxWarning, match="cannot show 'empty'"):
+        logger = make(tmp_path)
+        logger.log(logger.init(KEY), {"a": 1.0, "empty": np.zeros((0, 2)), "b": 2.0}, step=0)
+        with pytest.raises(lox.LogTypeError, match=r"'empty': .* with shape \(0, 2\), which has no elements"):
+            logger.close()
+    assert read(logger)["7"] == {"a": [({"step": 0}, 1.0)], "b": [({"step": 0}, 2.0)]}
+
+
+@trackers
+def test_numbers_of_64_bits(make, read, tmp_path):
+    with make(tmp_path) as logger:
+        state = jax.jit(lambda key: logger.init(key, {"n": np.int64(2**40), "f": np.float64(0.1)}))(KEY)
+        assert [run.config for run in logger._pipeline.runs.values()] == [{"n": 2**40, "f": 0.1}]
+        logger.log(state, {"x": 1.0}, step=np.int64(2**40))
+        for log in (lambda x: logger.log(state, {"v": x}), lambda x: lox.spool(lambda: lox.log({"v": x}))()):
+            with pytest.raises(
+                lox.LogTypeError, match=r"the value of 'v': int64 1099511627777 does not fit into int32"
+            ):
+                jax.jit(lambda log=log: log(np.int64(2**40 + 1)))()
+    assert read(logger)["7"] == {"x": [({"step": 2**40}, 1.0)]}
+
+
+def test_a_float_in_a_config_is_as_short_as_it_was():
+    with logger_cases.Recorder() as logger:
+        jax.jit(lambda lr: logger.init(KEY, {"lr": lr}))(jnp.float32(0.01))
+        assert [run.config for run in logger.runs] == [{"lr": 0.01}]
 
 
 # --- histograms and pictures ---
@@ -421,6 +512,16 @@ def test_mlflow_messages(tmp_path):
     assert read_mlflow(logger)["7"] == {"a": [({"step": 0}, 2.0)]}
 
 
+@needs_mlflow
+@pytest.mark.parametrize("error, status", [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")])
+def test_mlflow_runs_that_fail(tmp_path, error, status):
+    with pytest.raises(error), lox.MultiLogger(make_mlflow(tmp_path), logger_cases.Recorder()) as logger:
+        logger.log(logger.init(KEY), {"a": 1.0})
+        raise error
+    (run,) = mlflow_runs(str(tmp_path))
+    assert run.info.status == status
+
+
 # --- Trackio ---
 
 
@@ -446,6 +547,14 @@ def test_trackio_options(tmp_path):
         TrackioLogger("")
     with pytest.raises(lox.OptionError, match="got 'name', which is of a single run"):
         TrackioLogger("p", name="a")
+
+
+@needs_trackio
+def test_trackio_names_of_two_loggers(tmp_path):
+    with make_trackio(tmp_path) as one, TrackioLogger(one.project, **logger_cases.TRACKIO) as two:
+        for logger in (one, two):
+            logger.log(logger.init(KEY), {"a": 1.0}, step=0)
+    assert sorted(read_trackio(one)) == ["7", "7.1"]
 
 
 # --- Neptune, also as functions ---
@@ -558,6 +667,17 @@ def test_neptune_runs_may_end_in_some_lanes_only(neptune_folder):
     lox.neptune.finish(first)
     events = {"100": {"a": [({"step": 0}, 0), ({"step": 1}, 5)]}, "101": {"a": [({"step": 0}, 1)]}}
     assert read_neptune(neptune_folder) == events
+
+
+@needs_neptune
+def test_neptune_runs_that_fail_and_names_that_are_too_long(tmp_path):
+    warned = pytest.warns(lox.LoxWarning, match="most 150 bytes")
+    with warned, pytest.raises(ValueError, match="boom") as caught, make_neptune(tmp_path) as logger:
+        logger.log(logger.init(KEY), {"a": 1.0, "k" * 200: lox.Histogram(np.ones(3)), "b": 2.0}, step=0)
+        raise ValueError("boom")
+    assert "did not write 'kkk" in caught.value.__notes__[0]
+    assert neptune_fields(tmp_path)["7"]["sys/failed"] is True
+    assert read_neptune(logger)["7"] == {"a": [({"step": 0}, 1.0)], "b": [({"step": 0}, 2.0)]}
 
 
 # --- at the end of the process ---

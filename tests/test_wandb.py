@@ -1,8 +1,10 @@
 """`lox.wandb` and `WandbLogger` with the real client, offline: every value and step is read back from its files."""
 
+import concurrent.futures
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -250,6 +252,89 @@ def test_t95():
     np.testing.assert_allclose(
         t95(np.array([2, 8, 31, 41, 121, 10_001])), [12.706, 2.365, 2.042, 2.021, 1.980, 1.960], 3e-4
     )
+
+
+def test_statistics_of_lanes_that_disagree(tmp_path, offline):
+    """Lanes with other steps have rows of their own, however the events came together."""
+
+    def f(offset, x):
+        def step(x, i):
+            lox.log({"x": x, "x/std": -1.0}, step=offset + i)
+            return x + 1, None
+
+        jax.lax.scan(step, x, jnp.arange(2))
+        lox.log({"y": x})
+        lox.log({"y": x + 1}, t=0.5)
+
+    rows = {}
+    for how, options in (("tap", {}), ("spool", {}), ("tap", {"buffer": 100})):
+        path = tmp_path / f"{how}{len(options)}"
+        path.mkdir()
+        with WandbLogger(**offline | {"dir": str(path)}, aggregate=True) as logger:
+            states = jax.vmap(logger.init)(KEYS)
+
+            def run(state, offset, x, logger=logger, how=how, options=options):
+                getattr(logger, how)(f, state, **options)(offset, x)
+
+            jax.vmap(run)(states, jnp.array([0, 0, 1]), jnp.array([0.0, 10.0, 20.0]))
+        (file,) = wandb_file.read_all(path).values()
+        rows[path.name] = sorted(
+            (row.get("step", -1), row["x"], row.get("x/std [of x]")) for row in file.rows if "x" in row
+        )
+        ys = [(row.get("t"), row["y"], row["y/std"]) for row in file.rows if "y" in row]
+        assert sorted(ys, key=str) == [(0.5, 11, 10), (None, 10, 10)]
+    spread = pytest.approx(np.std([0, 10], ddof=1))
+    assert rows["spool0"] == [(0, 5, spread), (1, 6, spread), (1, 20, None), (2, 21, None)]
+    assert rows["tap0"] == rows["tap1"] == rows["spool0"]
+
+
+def test_huge_and_negative_steps(tmp_path, offline):
+    steps = [1, 2**63 - 1, 5, -2, -1, 2]
+    with WandbLogger(**offline) as logger:
+        state = logger.init(jax.random.key(0))
+        for n, step in enumerate(steps):
+            logger.log(state, {"a": n}, step=np.int64(step))
+            logger.flush()
+    assert wandb_file.read_all(tmp_path)["0"].events("step")["a"] == [({"step": s}, n) for n, s in enumerate(steps)]
+
+
+def test_a_run_that_the_user_logs_to_as_well(tmp_path, offline):
+    with WandbLogger(**offline) as logger:
+        state = logger.init(jax.random.key(0))
+        run = logger._pipeline.runs[int(state.run)].resource  # as `wandb.init()` may return it
+        for step in range(4):
+            logger.log(state, {"a": step}, step=step)
+            logger.flush()
+            run.log({"theirs": step})
+            run.log({"theirs": step})
+    file = wandb_file.read_all(tmp_path)["0"]
+    assert file.events("step")["a"] == [({"step": n}, n) for n in range(4)]
+    assert [row["theirs"] for row in file.rows if "theirs" in row] == [n for n in range(4) for _ in range(2)]
+
+
+def test_runs_that_fail(tmp_path, offline):
+    with pytest.raises(ValueError, match="boom"), WandbLogger(**offline) as logger:
+        logger.log(logger.init(jax.random.key(0)), {"a": 1})
+        raise ValueError("boom")
+    assert wandb_file.read_all(tmp_path)["0"].exit_code == 1
+
+
+def test_first_use_from_several_threads(tmp_path, monkeypatch, offline):
+    monkeypatch.setattr(lox.wandb, "_runs", type(lox.wandb._runs)(lox.wandb._Runs))
+    monkeypatch.setenv("WANDB_RUN_ID", "sweep")  # as `wandb agent` sets it
+    start = threading.Barrier(3)
+
+    def work(n):
+        start.wait()
+        run = lox.wandb.init(jax.random.key(n), **offline)
+        lox.wandb.log(run, {"a": n})
+        lox.wandb.finish(run)
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    files = wandb_file.read_all(tmp_path)
+    assert {name: file.events()["a"] for name, file in files.items()} == {str(n): [({}, n)] for n in range(3)}
+    assert sorted(file.folder.name.rsplit("-", 2)[1] for file in files.values()) == ["sweep"] * 3
 
 
 # --- the client's own ---

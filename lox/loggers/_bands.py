@@ -1,6 +1,6 @@
 """Many lanes as one curve: the mean, its spread, and how well it is known."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ def t95(samples: np.ndarray) -> np.ndarray:
     return np.where(freedom <= len(_T95), np.asarray(_T95)[np.minimum(freedom, len(_T95)) - 1], series)
 
 
-def over_lanes(entry: Entry) -> Iterator[Entry]:
+def over_lanes(entry: Entry, part_name: Callable[[str, str], str]) -> Iterator[Entry]:
     """The statistics of an entry `(lane, event)` as entries `(event,)`.
 
     Events are taken together that have the same place in their lanes and the same steps. Histograms are added up, and
@@ -57,7 +57,7 @@ def over_lanes(entry: Entry) -> Iterator[Entry]:
         several = None if (n > 1).all() else n > 1  # one lane alone has no spread
         yield Entry(part.name, mean, steps, None)
         for name, values in (("std", std), ("ci95_low", mean - margin), ("ci95_high", mean + margin)):
-            yield Entry(f"{part.name}/{name}", values, steps, several)
+            yield Entry(part_name(part.name, name), values, steps, several)
 
 
 def _first(x: np.ndarray, happened: np.ndarray) -> np.ndarray:
@@ -70,27 +70,11 @@ def _same_steps(entry: Entry) -> Iterator[Entry]:
     """Parts in which all lanes have the same steps at the same place: as a rule the whole."""
     lanes, events = jax.tree.leaves(entry.value)[0].shape[:2]
     happened = np.ones((lanes, events), bool) if entry.valid is None else entry.valid
-    if all((np.where(happened, x, _first(x, happened)) == _first(x, happened)).all() for x in entry.steps.values()):
-        yield entry
-        return
-    steps = np.stack([np.asarray(x, np.float64) for x in entry.steps.values()], -1).reshape(lanes * events, -1)
-    distinct, which = np.unique(steps[happened.reshape(-1)], axis=0, return_inverse=True)
-    lane, event = np.nonzero(happened)
-    # A lane may have the same steps twice: then they are two events.
-    rank = np.zeros(len(lane), int)
-    seen: dict[tuple[int, int], int] = {}
-    for n, place in enumerate(zip(lane.tolist(), which.reshape(-1).tolist(), strict=True)):
-        rank[n] = seen[place] = seen.get(place, -1) + 1
-    for again in range(rank.max() + 1):
-        chosen = rank == again
-        valid = np.zeros((lanes, len(distinct)), bool)
-        at = (lane[chosen], which.reshape(-1)[chosen])
-        valid[at] = True
-
-        def placed(x: np.ndarray, at: tuple = at, chosen: np.ndarray = chosen) -> np.ndarray:
-            out = np.zeros((lanes, len(distinct), *x.shape[2:]), x.dtype)
-            out[at] = x[lane[chosen], event[chosen]]
-            return out
-
-        value = jax.tree.map(placed, entry.value)
-        yield Entry(entry.name, value, {name: placed(x) for name, x in entry.steps.items()}, valid)
+    left = happened
+    while left.any():
+        alike = left
+        for x in entry.steps.values():
+            first = _first(x, left)
+            alike = alike & ((x == first) | ((x != x) & (first != first)))
+        yield entry if alike.all() else Entry(entry.name, entry.value, entry.steps, alike)
+        left = left & ~alike

@@ -255,7 +255,7 @@ class Logger:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        errors = self._pipeline.shut()
+        errors = self._pipeline.shut(error)
         if error is None:
             return raise_all(self._pipeline.name, errors)
         for late in errors:  # the error under way is what matters, but these must not get lost
@@ -272,7 +272,7 @@ class Logger:
             )
         if np.ndim(state.run):
             raise _errors.LogTypeError(
-                f"`{what}` got the states of {np.shape(state.run)} runs: it takes one. "
+                f"`{what}` got the states of {' × '.join(map(str, np.shape(state.run)))} runs: it takes one. "
                 f"For one run per lane, map over the state: `jax.vmap(lambda state, ...: logger.{what}(...))`."
             )
         if not isinstance(state.run, _compat.Tracer) and int(state.run) not in self._pipeline.runs:

@@ -7,7 +7,7 @@ themselves, so that nothing is lost. An event that has none, or one that is no i
 import collections
 import dataclasses
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from lox._histogram import Histogram
 from lox._image import Image
 from lox._logdict import logdict
 from lox.loggers._base import Logger
-from lox.loggers._entries import MOST_ELEMENTS, Entry, Sorter, is_missing, raise_problems
+from lox.loggers._entries import MOST_ELEMENTS, Entry, Sorter, missing_steps, raise_problems
 from lox.loggers._rows import bins, strict_json
 from lox.loggers._run import Run
 
@@ -58,16 +58,21 @@ class Curve:
 class CurveLogger(Logger):
     """Base class of loggers for such trackers. A subclass implements `send`.
 
+    Attributes:
+        reserved_names: What no curve may be called.
+
     Args:
         step: The name of the step that is the tracker's.
         arrays: What becomes of plain arrays: "elements" or "histogram".
         max_elements: The size of the largest array whose elements become curves.
     """
 
+    reserved_names: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, step: str = "step", arrays: str = "elements", max_elements: int = MOST_ELEMENTS):
         if not isinstance(step, str):
             raise _errors.LogTypeError(f"`step` is {step!r}; it must be the name of a step, such as 'step'.")
-        self._curves = _Curves(step, Sorter(self._pipeline.name, arrays, max_elements))
+        self._curves = _Curves(step, Sorter(self._pipeline.name, arrays, max_elements, self.reserved_names))
 
     def send(self, run: Run, curves: list[Curve]) -> None:
         """Hand the events of one run to the client."""
@@ -106,11 +111,13 @@ class _Curves:
     def __init__(self, step: str, sorter: Sorter):
         self._step, self._sorter = step, sorter
         self._last: collections.defaultdict[int, dict[str, int]] = collections.defaultdict(dict)
-        self._counted: set[str] = set()  # curves that had a step once which is no integer
+        # Curves that had a step once which is no integer: from then on, events come one after the other.
+        self._counted: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
 
     def forget(self, run: int) -> None:
         """There will be no more events of this run."""
         self._last.pop(run, None)
+        self._counted.pop(run, None)
 
     def part_name(self, name: str, part: str) -> str:
         """What a part of a curve is called."""
@@ -122,39 +129,37 @@ class _Curves:
         curves: list[Curve] = []
         others: dict[Any, Curve] = {}
         for entry in entries:
-            axis = self._axis(entry)
-            steps = self._steps(runs, entry, axis)
+            gone = missing_steps(entry.steps)
+            axis = self._step if self._step in entry.steps else next(iter(entry.steps), None)
+            steps, instead = self._steps(runs, entry, axis, gone)
             curves.append(Curve(entry.name, steps, entry.value, entry.valid))
             for name, x in entry.steps.items():
-                if name == axis:
+                written = instead if name == axis else ~gone[name]
+                if not written.any():
                     continue
-                missing = is_missing(x)
-                valid = entry.valid if not missing.any() else ~missing & (True if entry.valid is None else entry.valid)
+                valid = entry.valid if written.all() else written if entry.valid is None else written & entry.valid
                 other = Curve(self._sorter.step_name(name), steps, x, valid)
                 # Keys that are logged together have the same steps: one curve for all of them.
                 same = (other.name, *((a.dtype, a.tobytes()) for a in (x, steps)), _bytes_of(valid))
                 others.setdefault(same, other)
         return [*curves, *others.values()], problems
 
-    def _axis(self, entry: Entry) -> str | None:
-        """Which step is the tracker's: the one of that name, or else the first."""
-        name = self._step if self._step in entry.steps else next(iter(entry.steps), None)
-        if name is not None and not _are_integers(entry.steps[name], entry.valid):
-            self._counted.add(entry.name)
-        return None if entry.name in self._counted else name
-
-    def _steps(self, runs: list[int], entry: Entry, axis: str | None) -> np.ndarray:
+    def _steps(
+        self, runs: list[int], entry: Entry, axis: str | None, gone: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The tracker's steps, and where they are not those of the axis although there are some."""
         lanes, events = jax.tree.leaves(entry.value)[0].shape[:2]
+        nowhere = np.zeros((lanes, events), bool)
         if not lanes or not events:
-            return np.zeros((lanes, events), np.int64)
+            return np.zeros((lanes, events), np.int64), nowhere
+        happened = ~nowhere if entry.valid is None else entry.valid
         last = np.array([self._last[run].get(entry.name, -1) for run in runs], np.int64)[:, None]
-        x = np.zeros((lanes, events), np.int64) if axis is None else entry.steps[axis]
-        missing = np.ones((lanes, events), bool) if axis is None else is_missing(x)
-        if entry.valid is None and not missing.any():
+        x, known = (nowhere, nowhere) if axis is None else (entry.steps[axis], happened & ~gone[axis])
+        counted = known & self._are_counted(runs, entry.name, x, known)
+        known = known & ~counted
+        if known.all():
             steps, end = x.astype(np.int64), np.full((lanes, 1), events - 1)
         else:
-            happened = np.ones((lanes, events), bool) if entry.valid is None else entry.valid
-            known = happened & ~missing
             x = np.where(known, x, 0).astype(np.int64)
             # From the last known step on, whatever happens is one further.
             at = np.maximum.accumulate(np.where(known, np.arange(events), -1), axis=1)
@@ -165,22 +170,28 @@ class _Curves:
         ends = np.where(end < 0, last, np.take_along_axis(steps, np.maximum(end, 0), 1))
         for run, step in zip(runs, ends[:, 0].tolist(), strict=True):
             self._last[run][entry.name] = step
-        return steps
+        return steps, counted
+
+    def _are_counted(self, runs: list[int], name: str, x: np.ndarray, known: np.ndarray) -> np.ndarray:
+        before = np.array([name in self._counted[run] for run in runs])[:, None]
+        counted = before | np.logical_or.accumulate(known & ~_are_integers(x), axis=1)
+        for run, now in zip(runs, counted[:, -1].tolist(), strict=True):
+            if now:
+                self._counted[run].add(name)
+        return counted
 
 
 def _bytes_of(valid: np.ndarray | None) -> bytes | None:
     return None if valid is None else valid.tobytes()
 
 
-def _are_integers(x: np.ndarray, valid: np.ndarray | None) -> bool:
-    """Whether all steps fit into 64 bits as they are, but for those that are missing."""
-    if x.dtype.kind == "i":
-        return True
-    known = ~is_missing(x) if valid is None else ~is_missing(x) & valid
-    x = x[known]
-    with np.errstate(invalid="ignore"):  # infinities
+def _are_integers(x: np.ndarray) -> np.ndarray:
+    """Which of these numbers fit into 64 bits as they are."""
+    if x.dtype.kind in "bi":
+        return np.ones(x.shape, bool)
+    with np.errstate(invalid="ignore"):  # NaN and infinities
         whole = x.astype(np.int64)
-    return bool((whole == x).all() and (x.dtype.kind != "u" or (whole >= 0).all()))
+    return (whole == x) & (whole >= 0) if x.dtype.kind == "u" else whole == x
 
 
 def json_lines(curve: Curve) -> str:

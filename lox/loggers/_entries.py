@@ -81,25 +81,31 @@ class Sorter:
         flags = iter(logs._layout(key).flags)
         for path, value in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_shown_whole):
             own_flags = [next(flags) for _ in jax.tree.leaves(value)]
-            node = _Node(logs, key, "".join("/" + _text(part) for part in path), own_flags[0], lead, self._labels)
+            node = _Node(logs, key, path, value, own_flags[0], lead, self._labels)
             if isinstance(value, Histogram):
-                yield node.histogram(value)
+                yield from node.histograms()
             elif isinstance(value, Image):
-                yield from node.pictures(value)
+                yield from node.pictures()
             else:
-                yield from self._numbers(node, np.asarray(value))
+                yield from self._numbers(node, node.value)
 
     def _numbers(self, node: "_Node", x: np.ndarray) -> Iterator[Entry]:
         shape = x.shape[node.lead :]
         size = math.prod(shape)
         few = size <= self._max_elements
+        if not size:
+            raise _errors.LogTypeError(
+                f"{self._owner} cannot show {node.key!r}: it is an array of {x.dtype} with shape {shape}, which has no "
+                "elements. Do not log it, or log its shape."
+            )
         if few and x.dtype.kind == "c":
             yield from node.elements(np.real(x), "/real")
             yield from node.elements(np.imag(x), "/imag")
         elif few and (self._arrays == "elements" or not shape):
             yield from node.elements(x)
         elif self._arrays == "histogram" and x.dtype.kind != "c":
-            yield node.histogram(_host_histogram(x, node.lead, node.depth))
+            node.value = _host_histogram(x, node.lead, node.depth)
+            yield from node.histograms()
         else:
             raise _errors.LogTypeError(
                 f"{self._owner} cannot show {node.key!r}: it is an array of {x.dtype} with shape {shape}, and only "
@@ -110,36 +116,60 @@ class Sorter:
 
 
 class _Node:
-    """One leaf of one key: what it becomes, with its steps and its mask."""
+    """One leaf of one key: what it becomes, with its steps and its mask.
 
-    def __init__(self, logs: logdict, key: str, path: str, flags: Flags, lead: int, labels: Labels):
+    Lanes inside the run, of which the value has an axis each, are those in which the value or a step differs.
+    """
+
+    def __init__(self, logs: logdict, key: str, path: Any, value: Any, flags: Flags, lead: int, labels: Labels):
         self.key, self.lead = key, lead
-        self.depth = sum(map(bool, flags))  # lanes inside the run
         layout = logs._layout(key)
         step_flags = dict(layout.step_flags)
-        self._path, self._flags, self._labels = path, flags, labels
+        self._path, self._labels = path, labels
         self._steps = {name: (of[key], step_flags.get(name, ())) for name, of in logs.steps.items() if key in of}
         self._valid = (logs.valid[key], layout.valid_flags) if key in logs.valid else None
+        self._stepped = sorted({n for _, f in self._steps.values() for n in _numbers_of(f)})  # lanes that steps have
+        self._lanes = sorted({*_numbers_of(flags), *self._stepped})
+        self.depth = len(self._lanes)
+        self.value: Any = jax.tree.map(lambda x: self._broadcast(x, _numbers_of(flags)), value)
+
+    def _broadcast(self, x: np.ndarray, present: list[int]) -> np.ndarray:
+        """A value that is the same in lanes which have steps of their own."""
+        if present == self._lanes:
+            return x
+        sizes = {
+            n: step.shape[self.lead + axis]
+            for step, flags in self._steps.values()
+            for axis, n in enumerate(_numbers_of(flags))
+        }
+        sizes |= {n: x.shape[self.lead + axis] for axis, n in enumerate(present)}
+        rest = x.shape[self.lead + len(present) :]
+        x = x[(slice(None),) * self.lead + tuple(slice(None) if n in present else None for n in self._lanes)]
+        return np.broadcast_to(x, (*x.shape[: self.lead], *[sizes[n] for n in self._lanes], *rest))
 
     def elements(self, x: np.ndarray, suffix: str = "") -> Iterator[Entry]:
         """A series for every element."""
         shape = x.shape[self.lead :]
         for index in np.ndindex(shape):
-            name = self._path + "".join(f"/{i}" for i in index) + suffix
-            yield self._entry(name, x[(Ellipsis, *index)], index[: self.depth], shape[: self.depth])
+            yield self._entry("", index, suffix, x[(Ellipsis, *index)], shape[: self.depth])
 
-    def pictures(self, image: Image) -> Iterator[Entry]:
+    def pictures(self) -> Iterator[Entry]:
         """A picture for every lane."""
-        lanes = image.pixels.shape[self.lead : -3]
+        lanes = self.value.pixels.shape[self.lead : -3]
         for index in np.ndindex(lanes):
             # A mean of pictures, which some reductions make, is one too once it is bytes.
-            pixels = np.clip(np.round(image.pixels[(slice(None),) * self.lead + index]), 0, 255).astype(np.uint8)
-            name = self._path + "".join(f"/{i}" for i in index)
-            yield self._entry(name, Image.tree_unflatten(None, [pixels]), index, lanes)
+            pixels = self.value.pixels[(slice(None),) * self.lead + index]
+            pixels = np.clip(np.round(pixels), 0, 255).astype(np.uint8)
+            yield self._entry("image", index, "", Image.tree_unflatten(None, [pixels]), lanes)
 
-    def histogram(self, value: Histogram) -> Entry:
-        """One for all lanes in which the event happened."""
-        lanes = value.counts.shape[self.lead : -1]
+    def histograms(self) -> Iterator[Entry]:
+        """One for all lanes in which the event happened; one for each if they have steps of their own."""
+        lanes = self.value.counts.shape[self.lead : -1]
+        if self._stepped:
+            for index in np.ndindex(lanes):
+                one = jax.tree.map(lambda x, i=index: x[(slice(None),) * self.lead + i], self.value)
+                yield self._entry("histogram", index, "", one, lanes)
+            return
         inner = tuple(range(self.lead, self.lead + len(lanes)))
         mask = None if self._valid is None or not lanes else self._with_lanes(*self._valid, lanes)
 
@@ -148,32 +178,50 @@ class _Node:
                 x = np.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0)
             return x.sum(inner) if inner else x
 
-        # The steps of the first lane: they are those of all, unless the program gave each lane its own.
-        entry = self._entry(self._path, jax.tree.map(merge, value), (0,) * len(lanes), lanes)
-        return entry if mask is None else dataclasses.replace(entry, valid=mask.any(inner))
+        steps = {name: x for name, (x, _) in self._steps.items()}
+        valid = mask.any(inner) if mask is not None else None if self._valid is None else self._valid[0]
+        yield Entry(self._name("histogram", (), ""), jax.tree.map(merge, self.value), steps, valid)
 
-    def _entry(self, path: str, value: Any, index: tuple[int, ...], lanes: tuple[int, ...]) -> Entry:
-        at = (Ellipsis, *index)
+    def _entry(self, kind: str, index: tuple[int, ...], suffix: str, value: Any, lanes: tuple[int, ...]) -> Entry:
+        at = (Ellipsis, *index[: self.depth])
         steps = {name: self._with_lanes(*step, lanes)[at] for name, step in self._steps.items()}
         valid = None if self._valid is None else self._with_lanes(*self._valid, lanes)[at]
-        name = self._labels.of(f"in {self.key}" if path else "key", self.key + path)
-        return Entry(name, value, steps, valid)
+        return Entry(self._name(kind, index, suffix), value, steps, valid)
+
+    def _name(self, kind: str, index: tuple[int, ...], suffix: str) -> str:
+        """The place of a series as a name; if another place or another kind of thing has it, with a note of it."""
+        if self._path or index or suffix:
+            place = self.key + "".join("/" + _text(part) for part in self._path) + "".join(f"/{i}" for i in index)
+            inside = jax.tree_util.keystr(self._path) + "".join(f"[{i}]" for i in index) + suffix
+            return self._labels.of(f"{kind} in {self.key}{inside}".strip(), place + suffix)
+        return self._labels.of(kind or "key", self.key)
 
     def _with_lanes(self, x: np.ndarray, flags: Flags, lanes: tuple[int, ...]) -> np.ndarray:
         """A step or a mask with the lanes of the value: repeated along those it lacks, any of those the value lacks."""
-        present = [n for n, flag in enumerate(flags) if flag]
-        wanted = [n for n, flag in enumerate(self._flags) if flag]
-        gone = tuple(self.lead + axis for axis, n in enumerate(present) if n not in wanted)
+        present = _numbers_of(flags)
+        gone = tuple(self.lead + axis for axis, n in enumerate(present) if n not in self._lanes)
         if gone:
-            x = x.any(gone) if x.dtype == bool else x.max(gone)
-            present = [n for n in present if n in wanted]
-        x = x[(slice(None),) * self.lead + tuple(slice(None) if n in present else None for n in wanted)]
+            x = x.any(gone)  # a mask: lanes of steps are lanes of the value
+            present = [n for n in present if n in self._lanes]
+        x = x[(slice(None),) * self.lead + tuple(slice(None) if n in present else None for n in self._lanes)]
         return np.broadcast_to(x, (*x.shape[: self.lead], *lanes))
 
 
-def is_missing(step: np.ndarray) -> np.ndarray:
-    """Where an event does not have this step that others under its name have."""
-    return np.isnan(step.astype(np.float64)) if step.dtype.kind not in "iub" else step == -1
+def _numbers_of(flags: Flags) -> list[int]:
+    return [n for n, flag in enumerate(flags) if flag]
+
+
+def missing_steps(steps: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Where an event does not have a step that others under its name have: NaN stands there, or -1.
+
+    A -1 is missing only if the event has another step. Alone it may well be one, of an evaluation before the training.
+    """
+    gone = {name: np.isnan(x.astype(np.float64)) if x.dtype.kind not in "iub" else x == -1 for name, x in steps.items()}
+    for name, x in steps.items():
+        if x.dtype.kind in "iub" and gone[name].any():
+            others = [~gone[other] for other in steps if other != name]
+            gone[name] = gone[name] & np.any(others, 0) if others else np.zeros_like(gone[name])
+    return gone
 
 
 def raise_problems(errors: list[Exception]) -> None:

@@ -39,13 +39,14 @@ class ErrorLog:
         if not (warned or quietly):
             self.warn(
                 f"{self._owner} failed {doing}: {type(error).__name__}: {str(error).rstrip('.')}. "
-                "The program goes on without these events; all errors are raised by `flush` and `close`."
+                "The program goes on; all errors are raised by `flush` and `close`."
             )
 
     def warn(self, message: str) -> None:
         """Warn, from whatever thread this is. A warning that was turned into an error is kept like any other."""
         try:
-            warnings.warn(message, LoxWarning, stacklevel=2)
+            # No line of ours means anything to whoever reads this. And every time: Python would show the same one once.
+            warnings.warn_explicit(message, LoxWarning, "lox", 1, "lox", {})
         except LoxWarning as warning:
             with self._lock:
                 self._errors.setdefault((LoxWarning, message), (warning, 1))

@@ -44,7 +44,7 @@ def of_all_lanes(x: Laned, lanes: tuple[int, ...]) -> np.ndarray:
 @host_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, target: Target, flags: Any, lanes: Any, results: Any) -> Any:
     del avals, target, flags
-    return [_compat.array_type(lanes, np.dtype(dtype)) for dtype in results], {_compat.emit_effect}
+    return [_compat.array_type(lanes, np.dtype(dtype)) for dtype in results], _compat.host_call_effects
 
 
 def _run(arrays: Any, eager: bool, target: Target, flags: Any, lanes: Any, results: Any) -> tuple[np.ndarray, ...]:
@@ -65,8 +65,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     return _compat.lower_host_call(ctx, lambda *arrays: _run(arrays, False, **params), *operands)
 
 
-# Not cacheable: a lowering that is used twice could not pass the token on.
-mlir.register_lowering(host_p, _lower, cacheable=False)
+mlir.register_lowering(host_p, _lower)
 
 
 def _batch(axis_data: Any, operands: Any, dims: Any, *, flags: Any, lanes: Any, results: Any, **params: Any) -> Any:

@@ -43,7 +43,8 @@ class MLflowLogger(CurveLogger):
     and time.
 
     A `lox.Image` is one of MLflow's images. MLflow has no histograms: of a `lox.Histogram`, mean and standard deviation
-    are metrics, and the bins are artifacts, `histograms/NAME/*.jsonl`, a line for each event.
+    are metrics, and the bins are artifacts, `histograms/NAME/*.jsonl`, a line for each event. Artifacts are where the
+    experiment says: with SQLite that is `mlruns` in the working directory, unless the experiment was made otherwise.
 
     MLflow has no infinities, and would store 1.8e308. An infinity is written as NaN, which MLflow has, and its sign as
     1 or -1 to another metric at the same step, `loss_xinf_`.
@@ -163,7 +164,9 @@ class MLflowLogger(CurveLogger):
     def finish(self, run: Run) -> None:
         """Mark the run as finished."""
         super().finish(run)
-        self._client.set_terminated(run.resource.id)
+        interrupted = isinstance(run.failure, KeyboardInterrupt)
+        status = "FINISHED" if run.failure is None else "KILLED" if interrupted else "FAILED"
+        self._client.set_terminated(run.resource.id, status)
 
 
 class _MLflowRun:

@@ -85,7 +85,7 @@ class _FanOut(Pipeline):
         """All of them."""
         return [error for other in self._others for error in other.settle()] + self.errors.take()
 
-    def shut(self) -> list[Exception]:
+    def shut(self, failure: BaseException | None = None) -> list[Exception]:
         """All of them."""
         self.closed = True
-        return [error for other in self._others for error in other.shut()] + self.errors.take()
+        return [error for other in self._others for error in other.shut(failure)] + self.errors.take()

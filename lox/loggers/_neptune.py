@@ -12,7 +12,7 @@ from lox._histogram import Histogram
 from lox.loggers._clients import client
 from lox.loggers._config import flat
 from lox.loggers._curves import Curve, CurveLogger, json_lines
-from lox.loggers._entries import MOST_ELEMENTS
+from lox.loggers._entries import MOST_ELEMENTS, raise_problems
 from lox.loggers._escape import MARK, NONFINITE, escape, unescape
 from lox.loggers._png import png
 from lox.loggers._rows import strict_json
@@ -21,6 +21,7 @@ from lox.loggers._run import Names, Run
 # There are many runs in one process, and each would capture the same output and the same hardware.
 _DEFAULTS = dict(capture_stdout=False, capture_stderr=False, capture_hardware_metrics=False, source_files=[])
 _LARGEST_INT = 2**31 - 1  # of the service's integers
+_LONGEST_NAME = 150
 _LARGEST_PICTURE = 32 * 2**20  # in bytes; of a larger one, the client keeps nothing
 
 
@@ -84,22 +85,36 @@ class NeptuneLogger(CurveLogger):
 
     def send(self, run: Run, curves: list[Curve]) -> None:
         """A call per series."""
-        for numbers in [part for curve in curves for part in self._shown(run, curve)]:
-            path, steps, values = run.resource.paths.of("key", numbers.name), numbers.steps, numbers.numbers()
-            finite = np.isfinite(values)
-            if not finite.all():
-                strange = ~finite
-                texts = [str(x) for x in values[strange].tolist()]
-                run.resource.client[path + NONFINITE].extend(texts, steps=steps[strange].tolist())
-                steps, values = steps[finite], values[finite]
-            if len(steps):
-                run.resource.client[path].extend(values.astype(np.float64).tolist(), steps=steps.tolist())
+        problems: list[Exception] = []
+        for curve in curves:
+            try:
+                for numbers in self._shown(run, curve):
+                    self._send_numbers(run, numbers)
+            except _errors.LogTypeError as problem:
+                problems.append(problem)
+        raise_problems(problems)
+
+    def _send_numbers(self, run: Run, curve: Curve) -> None:
+        path, steps, values = run.resource.paths.of("key", curve.name), curve.steps, curve.numbers()
+        finite = np.isfinite(values)
+        if not finite.all():
+            strange = ~finite
+            texts = [str(x) for x in values[strange].tolist()]
+            run.resource.client[path + NONFINITE].extend(texts, steps=steps[strange].tolist())
+            steps, values = steps[finite], values[finite]
+        if len(steps):
+            run.resource.client[path].extend(values.astype(np.float64).tolist(), steps=steps.tolist())
 
     def _shown(self, run: Run, curve: Curve) -> list[Curve]:
         """Histograms and pictures become files; returns what there is in numbers."""
         if isinstance(curve.value, np.ndarray):
             return [curve]
         client, paths = run.resource.client, run.resource.paths
+        if len(curve.name.encode()) > _LONGEST_NAME:
+            raise _errors.LogTypeError(
+                f"{self._pipeline.name} did not write {curve.name!r}: Neptune puts it in files, whose names have at "
+                f"most {_LONGEST_NAME} bytes. Give it a shorter key."
+            )
         if isinstance(curve.value, Histogram):
             number = next(run.resource.files)
             path = paths.of("bins", f"{self._curves.part_name(curve.name, 'bins')}/{number:06d}")
@@ -108,7 +123,8 @@ class NeptuneLogger(CurveLogger):
         pictures = [png(image.pixels) for _, image in curve.events()]
         if any(len(picture) > _LARGEST_PICTURE for picture in pictures):
             raise _errors.LogTypeError(
-                f"NeptuneLogger did not write {curve.name!r}: Neptune takes pictures of up to 32 MB. Log smaller ones."
+                f"{self._pipeline.name} did not write {curve.name!r}: Neptune takes pictures of up to 32 MB. "
+                "Log smaller ones."
             )
         files = [self._client.types.File.from_content(picture, extension="png") for picture in pictures]
         client[paths.of("key", curve.name)].extend(files, steps=curve.steps.tolist())
@@ -123,6 +139,8 @@ class NeptuneLogger(CurveLogger):
     def finish(self, run: Run) -> None:
         """Stop the run, which sends what is left if there is a server."""
         super().finish(run)
+        if run.failure is not None:
+            run.resource.client["sys/failed"] = True
         run.resource.client.stop()
 
 

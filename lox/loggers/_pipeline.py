@@ -79,6 +79,12 @@ class Pipeline:
         self, plan: ConfigPlan, impl: str | None, where: Laned, operands: list[Laned], lanes: Any, eager: bool
     ) -> Any:
         """Open a run for every lane that gets here; returns their numbers, -1 for the others."""
+        if self.closed or not self.is_of_this_process:  # better no result than one whose every event is lost
+            raise _errors.LoxError(
+                f"`init`: this {self.name} is closed, but a compiled function still uses it. JAX keeps what it has "
+                "compiled with the objects that it saw then: make the function anew for a new logger, or give it the "
+                "state of `init` as an argument."
+            )
         (words, *arrays), numbers, runs = operands, [], []
         for index in np.ndindex(lanes):
             if not _pick(where, index):
@@ -141,7 +147,7 @@ class Pipeline:
     def enqueue(self, job: Job) -> None:
         """Queue events for the writer's thread, which is to sort them too: the program waits for this one."""
         if self.closed or not self.is_of_this_process:
-            self.errors.add(_errors.LoxError("events came after the logger was closed: they are lost"), "closed")
+            self.errors.add(_errors.LoxError("events came after the logger was closed: they are lost"), "taking events")
             return
         self._register().put(job, job.size)
 
@@ -154,6 +160,8 @@ class Pipeline:
             with self._lock:
                 yield
         except BaseException as error:  # not only Exception: a client that calls sys.exit must not end the thread
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise
             self.errors.add(error, doing, quietly)
 
     def _process(self, jobs: list[Job]) -> None:
@@ -223,8 +231,8 @@ class Pipeline:
                 self.logger.commit()
         return errors
 
-    def shut(self) -> list[Exception]:
-        """End all runs; returns the errors."""
+    def shut(self, failure: BaseException | None = None) -> list[Exception]:
+        """End all runs; returns the errors. `failure` is what ended the program, if it failed."""
         if self.closed:
             return self.errors.take()  # of events that came too late
         errors = self._commit()
@@ -235,6 +243,7 @@ class Pipeline:
             if self._writer is not None:
                 self._writer.stop()
             for run in [run for run in self.runs.values() if run.id not in self.broken]:
+                run.failure = failure
                 with self.isolated(f"finishing run {run.name!r}", quietly=True):
                     self.logger.finish(run)
         return [*errors, *self.errors.take()]

@@ -9,6 +9,7 @@ import numpy as np
 
 from lox import _errors
 from lox.loggers._prng import is_key
+from lox.loggers._rows import plain
 from lox.store import names
 from lox.store._keys import impl_name
 
@@ -35,12 +36,14 @@ class Run:
         name: The key's words as text; a logger that finds the name taken may change it.
         config: What `init` was given, with NumPy arrays and Python numbers.
         resource: Whatever the logger keeps for the run: a file, a client's object.
+        failure: The exception that ended the logger's `with` block, if one did.
     """
 
     def __init__(self, id: int, key: np.ndarray, config: Mapping[str, Any], impl: str | None = None):
         self.id, self.key, self.config, self.impl = id, key, config, impl
         self.name = names.base_name(key, impl)
         self.resource: Any = None
+        self.failure: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"<run {self.name!r}>"
@@ -94,18 +97,26 @@ class ConfigPlan:
             raise _errors.LogTypeError(f"`config` is {config!r}; it must be a dict of hyper-parameters.")
         # A None is a value here ("no clipping"), not an empty tree.
         leaves, treedef = jax.tree.flatten(config or {}, is_leaf=lambda x: x is None)
-        is_array = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
+        # NumPy's stay in Python too: as operands of a program, numbers of 64 bits would become others.
+        is_array = [isinstance(x, jax.Array) for x in leaves]
         static = tuple(_ARRAY if array else x for x, array in zip(leaves, is_array, strict=True))
         arrays = [_words_if_key(x) for x, array in zip(leaves, is_array, strict=True) if array]
         return cls(treedef, static), arrays
 
     def rebuild(self, arrays: list[np.ndarray]) -> dict[str, Any]:
         """The config of one run; single numbers become Python's."""
-        rest = iter([x.item() if x.ndim == 0 else x for x in arrays])
-        return jax.tree.unflatten(self.treedef, [next(rest) if x is _ARRAY else x for x in self.static])
+        rest = iter(arrays)
+        return jax.tree.unflatten(self.treedef, [_single(next(rest) if x is _ARRAY else x) for x in self.static])
 
 
 _ARRAY = object()
+
+
+def _single(x: Any) -> Any:
+    """Python's number for an array of one; a float as short as it was, 0.1 and not 0.10000000149011612."""
+    if not isinstance(x, np.ndarray | np.generic) or np.ndim(x):
+        return x
+    return plain(np.asarray(x)) if x.dtype.kind != "c" else x.item()
 
 
 def _words_if_key(x: Any) -> Any:

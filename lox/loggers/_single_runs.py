@@ -5,6 +5,7 @@ A run may end while others go on; that must happen after its last event is writt
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,13 +80,15 @@ class SingleRuns:
     def __init__(self, make: Callable[[], Logger]):
         self._make = make
         self._logger: Logger | None = None
+        self._making = threading.Lock()
 
     def logger(self) -> Logger:
         """The logger of all runs; a new one if the last was closed or is another process's."""
-        logger = self._logger
-        if logger is None or logger._pipeline.closed or not logger._pipeline.is_of_this_process:
-            self._logger = logger = self._make()
-        return logger
+        with self._making:
+            logger = self._logger
+            if logger is None or logger._pipeline.closed or not logger._pipeline.is_of_this_process:
+                self._logger = logger = self._make()
+            return logger
 
     def init(self, key: Any, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> LoggerState:
         """Begin a run."""

@@ -16,6 +16,7 @@ import numpy as np
 from lox import _errors
 from lox._histogram import Histogram
 from lox._lanes import Laned
+from lox._primitive import as_array
 from lox.loggers import _host, _tfevents
 from lox.loggers._curves import Curve, CurveLogger
 from lox.loggers._entries import MOST_ELEMENTS
@@ -64,6 +65,8 @@ class TensorBoardLogger(CurveLogger):
         max_elements: The size of the largest array whose elements become scalars.
     """
 
+    reserved_names = ("config",)  # the text; in TensorBoard a name stands for one kind of thing
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -87,7 +90,7 @@ class TensorBoardLogger(CurveLogger):
         if not isinstance(key, str) or not isinstance(text, str):
             raise _errors.LogTypeError(f"`log_text` got {key!r} and {text!r}: both must be strings.")
         run = self._run_of(state, "log_text")
-        _host.call(functools.partial(self._receive_text, key, text), [run, jnp.asarray(step, jnp.int32)])
+        _host.call(functools.partial(self._receive_text, key, text), [run, as_array(step, "`step`").astype(jnp.int32)])
 
     def _receive_text(self, key: str, text: str, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
         del eager

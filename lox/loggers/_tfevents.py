@@ -142,7 +142,8 @@ def _event(tag: str, step: int, wall: float, content: bytes) -> bytes:
 def scalars(tag: str, steps: np.ndarray, values: np.ndarray, wall: float) -> np.ndarray:
     """Records of single numbers, of equal length: one per row, as bytes."""
     if len(steps) == 1:  # as when every event is written at once: then an array of one is a detour
-        number = b"\x15" + struct.pack("<f", values[0])
+        with np.errstate(over="ignore"):  # beyond single precision is infinity
+            number = b"\x15" + values[:1].astype("<f4").tobytes()
         return np.frombuffer(_event(tag, int(steps[0]), wall, number), np.uint8)[None]
     steps = np.asarray(steps, np.int64).view(np.uint64)
     # Steps of equal width, padded with bytes that say no more than that another one follows.

@@ -1,5 +1,6 @@
 """`TrackioLogger`: runs of Trackio."""
 
+import collections
 import contextvars
 from typing import Any
 
@@ -18,6 +19,10 @@ from lox.loggers._run import Names, Run
 # Columns of Trackio's own.
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
 _BINS = 512  # as many as Trackio itself would make
+
+
+# By project. Trackio itself knows a run only when it has a row.
+_names: collections.defaultdict[str, Names] = collections.defaultdict(Names)
 
 
 class TrackioLogger(CurveLogger):
@@ -70,7 +75,7 @@ class TrackioLogger(CurveLogger):
         self._storage = client("trackio.sqlite_storage", "trackio", "TrackioLogger").SQLiteStorage
         self._variables = client("trackio.context_vars", "trackio", "TrackioLogger")
         self._kwargs = kwargs
-        self._names = Names()
+        self._names = _names[project]
         self._context: contextvars.Context | None = None
 
     @staticmethod

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _arrays, _errors
+from lox import _arrays, _compat, _errors
 from lox._lanes import Laned
 from lox._logdict import logdict
 from lox._primitive import as_array
@@ -45,7 +45,8 @@ def _one_event(data: Mapping[str, Any]) -> logdict:
 def _array(x: Any, what: str) -> Any:
     """NumPy's arrays stay what they are; numbers become what JAX makes of them, but not on a device."""
     if isinstance(x, np.ndarray | np.generic):
-        return x
+        # An operand of a program has at most 32 bits, unless JAX was told otherwise.
+        return x if _compat.is_evaluating() or x.dtype.itemsize < 8 or x.dtype.kind not in "iu" else as_array(x, what)
     if isinstance(x, bool | int | float | complex):
         try:
             return np.asarray(x, jax.dtypes.canonicalize_dtype(np.result_type(type(x))))

@@ -7,6 +7,7 @@ of the metrics logged with them, and a row's own step is the user's as long as t
 
 import collections
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from lox._image import Image
 from lox._logdict import logdict
 from lox.loggers import _bands, _clients
 from lox.loggers._base import Logger
-from lox.loggers._entries import MOST_ELEMENTS, Entry, Sorter, is_missing, raise_problems
+from lox.loggers._entries import MOST_ELEMENTS, Entry, Sorter, missing_steps, raise_problems
 from lox.loggers._media import few_bins, pillow
 from lox.loggers._rows import plain, strict_json
 from lox.loggers._run import Names, Run
@@ -29,9 +30,12 @@ _THEIRS = ("_step", "_runtime", "_timestamp", "_wandb")  # columns that the clie
 _MAIN = "step"  # the step that may become that of W&B's rows
 
 
-def client() -> Any:
+_LARGEST = 2**53  # steps beyond are columns only: those of the client end at 2**63
+
+
+def client(user: str = "WandbLogger") -> Any:
     """The `wandb` package, or an error that says how to get it."""
-    return _clients.client("wandb", "wandb", "WandbLogger")
+    return _clients.client("wandb", "wandb", user)
 
 
 Steps = tuple[tuple[str, Any], ...]  # names and numbers
@@ -45,12 +49,13 @@ class _Row:
     @property
     def wanted(self) -> int | None:
         """The step that the row would like to have."""
-        return _wanted(self.steps)
+        step = _main(self.steps)
+        return step if step is not None and 0 <= step < _LARGEST else None
 
 
-def _wanted(steps: Steps) -> int | None:
+def _main(steps: Steps) -> int | None:
     step = dict(steps).get(_MAIN)
-    return step if isinstance(step, int) and step >= 0 else None
+    return step if isinstance(step, int) else None
 
 
 class _Rows:
@@ -67,6 +72,10 @@ class _Rows:
         for row in rows:
             self._declare(row, columns)
             cells = {columns[name]: step for name, step in row.steps} | row.cells
+            if self.run.step > max(
+                self._at, 0
+            ):  # somebody else logs to this run too: `wandb.init` may have returned it
+                self._at, self._open = self.run.step, None
             before = self._open
             if before is not None and before.steps == row.steps and before.cells.keys().isdisjoint(row.cells):
                 row = _Row(row.steps, before.cells | row.cells)
@@ -96,7 +105,7 @@ class _Rows:
     def commit(self) -> None:
         """Nothing more comes to the last row."""
         if self._open is not None:
-            self.run.log({}, step=self._at, commit=True)
+            self.run.log({}, step=max(self._at, self.run.step), commit=True)
             self._open = None
 
 
@@ -115,6 +124,8 @@ class WandbLogger(Logger):
     Steps are columns: `lox.log(..., step=i, episode=e)` gives the row `step` and `episode`, and `step`, or else the
     first of them, is the axis of its metrics. Whatever order events come in, none is dropped. W&B's own `Step` is the
     same as `step` unless events come late or have none.
+
+    A run of your own beside these: `wandb.init(reinit="create_new")`, or W&B gives you one of these.
 
     `lox.Histogram` and `lox.Image` are shown as such. Arrays of up to 64 elements are as many metrics, `xs/0`, `xs/1`,
     and pytrees one per leaf, `stats/mean`.
@@ -136,7 +147,7 @@ class WandbLogger(Logger):
         max_elements: int = MOST_ELEMENTS,
         **kwargs: Any,
     ):
-        client()  # now, and not in the first callback
+        client(self._pipeline.name)  # now, and not in the first callback
         if not isinstance(kwargs.get("config") or {}, Mapping):
             raise _errors.LogTypeError(f"`config` is {kwargs['config']!r}; it must be a dict of hyper-parameters.")
         self.aggregate = aggregate
@@ -174,7 +185,8 @@ class WandbLogger(Logger):
         assert self._shared is not None
         self._tell_configs()
         entries, problems = self._entries(logs, lead=2)
-        self._write_rows(self._shared, [part for entry in entries for part in _bands.over_lanes(entry)], problems)
+        parts = [part for entry in entries for part in _bands.over_lanes(entry, self._sorter.part_name)]
+        self._write_rows(self._shared, parts, problems)
 
     def _tell_configs(self) -> None:
         """What the shared run stands for: its runs, what they have in common, and lists of what differs."""
@@ -210,17 +222,18 @@ class WandbLogger(Logger):
         rows = self._rows.pop(run.id)
         if rows not in self._rows.values():
             rows.commit()
-            rows.run.finish()
+            rows.run.finish(exit_code=1 if run.failure is not None else None)
 
 
 def _begin(kwargs: dict[str, Any], config: Mapping[str, Any], name: str | None) -> Any:
     """A W&B run. `name` is None for one that stands for several keys."""
     options = dict(kwargs)
-    for field in ("name", "id") if name is not None else ():
-        if options.get(field) is not None:
-            options[field] = f"{options[field]}-{name}"
-    if name is not None and options.get("name") is None and "WANDB_NAME" not in os.environ:
-        options["name"] = name
+    if name is not None:
+        for field, variable in (("name", "WANDB_NAME"), ("id", "WANDB_RUN_ID")):
+            given = options.get(field) or os.environ.get(variable)
+            if given:
+                options[field] = f"{given}-{name}"
+        options["name"] = options.get("name") or name
     options["config"] = {**(options.get("config") or {}), **_plain_config(config)}
     options.setdefault("reinit", "create_new")  # a run that is there already, of ours or the user's, goes on
     options["settings"] = _settings(options.get("settings"))
@@ -255,11 +268,12 @@ def _together(entries: list[Entry]) -> list[_Row]:
     """
     rows: dict[Any, _Row] = {}
     order: dict[Any, Any] = {}
+    seen_under: collections.defaultdict[str, collections.Counter[Any]] = collections.defaultdict(collections.Counter)
     for entry in entries:
-        seen: collections.Counter[Any] = collections.Counter()
-        round_, last = 0, -1
+        seen = seen_under[entry.name]  # statistics of lanes that disagree are several entries of one name
+        round_, last = 0, -math.inf
         for steps, value in _events(entry):
-            wanted = _wanted(steps)
+            wanted = _main(steps)
             if wanted is not None:
                 round_, last = round_ + (wanted < last), wanted
             place = (round_ if wanted is not None else None, steps)
@@ -274,7 +288,7 @@ def _events(entry: Entry) -> Iterator[tuple[Steps, Any]]:
     if entry.valid is not None:
         entry = entry.at(entry.valid)
     columns = [[(name, step) for step in plain(x)] for name, x in entry.steps.items()]
-    missing = [is_missing(x).tolist() for x in entry.steps.values()]
+    missing = [gone.tolist() for gone in missing_steps(entry.steps).values()]
     for n, cell in enumerate(_cells(entry.value)):
         yield tuple(column[n] for column, gone in zip(columns, missing, strict=True) if not gone[n]), cell
 
