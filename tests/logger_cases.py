@@ -219,9 +219,10 @@ def read_neptune(logger_or_path):
 @functools.cache
 def mlflow_uri():
     """One database for all tests: setting it up takes seconds. In memory where possible: it waits for the disk."""
-    uri = f"sqlite:///{tempfile.mkdtemp(dir='/dev/shm' if os.path.isdir('/dev/shm') else None)}/mlflow.db"
-    atexit.register(shutil.rmtree, os.path.dirname(uri.removeprefix("sqlite:///")), ignore_errors=True)
-    with warnings.catch_warnings():
+    folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    uri = f"sqlite:///{folder}/mlflow.db"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with contextlib.chdir(folder), warnings.catch_warnings():  # which is where artifacts go
         warnings.simplefilter("ignore")
         import mlflow
 

@@ -382,10 +382,9 @@ def check_statistics(events):
 
 
 @needs_mlflow
-def test_mlflow_media(tmp_path, monkeypatch):
+def test_mlflow_media(tmp_path):
     import PIL.Image
 
-    monkeypatch.chdir(tmp_path)  # where MLflow puts artifacts
     with make_mlflow(tmp_path) as logger:
         logger.spool(media, logger.init(KEY))(0)
     check_statistics(read_mlflow(logger)["7"])
@@ -786,8 +785,7 @@ def test_neptune_example(example, neptune_folder):
 
 
 @needs_mlflow
-def test_mlflow_example(example, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where MLflow puts artifacts
+def test_mlflow_example(example):
     example("mlflow_ppo").main(logger_cases.mlflow_uri())
     logger = MLflowLogger("ppo", logger_cases.mlflow_uri())
     check_ppo(read_mlflow(logger))
