@@ -275,6 +275,11 @@ def test_a_compiled_init_that_fails_does_not_stop_the_program():
     assert logger.finished == []
 
 
+def test_wrong_configs():
+    with Recorder() as logger, pytest.raises(TypeError, match=r"`config` is .*are all keys of its dicts strings\?"):
+        logger.init(jax.random.key(0), {1: 2, "a": 3})
+
+
 def test_a_compiled_function_with_a_logger_that_is_closed(tmp_path):
     @jax.jit
     def experiment(key):

@@ -253,6 +253,22 @@ def test_the_same_step_name_twice_with_other_numbers(make, read, tmp_path):
 
 
 @trackers
+@pytest.mark.parametrize("how", ["tap", "spool"])
+def test_other_steps_are_told_once(make, read, tmp_path, how):
+    def f():
+        def step(_, i):
+            lox.log({"a": 1.0}, step=i, epoch=9)
+            lox.log({"b": 2.0}, step=i, epoch=9)
+            return None, None
+
+        jax.lax.scan(step, None, jnp.arange(3))
+
+    with make(tmp_path) as logger:
+        getattr(logger, how)(f, logger.init(KEY))()
+    assert read(logger)["7"]["epoch"] == [({"step": n}, 9) for n in range(3)]
+
+
+@trackers
 def test_a_step_of_minus_one(make, read, tmp_path):
     """An evaluation before the training, not a step that is missing."""
     with make(tmp_path) as logger:

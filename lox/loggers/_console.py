@@ -41,6 +41,10 @@ class ConsoleLogger(Logger):
     patient = False
 
     def __init__(self, progress: Mapping[str, float] | None = None, every: float = 10.0, console: Any = None):
+        if progress is not None and not isinstance(progress, Mapping):
+            raise _errors.OptionError(
+                f"`progress` is {progress!r}; it must be a dict of steps and their totals, such as {{'step': 10_000}}."
+            )
         for name, total in (progress or {}).items():
             if not isinstance(total, int | float) or isinstance(total, bool) or not total > 0:
                 raise _errors.OptionError(

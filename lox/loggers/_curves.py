@@ -113,11 +113,12 @@ class _Curves:
         self._last: collections.defaultdict[int, dict[str, int]] = collections.defaultdict(dict)
         # Curves that had a step once which is no integer: from then on, events come one after the other.
         self._counted: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
+        self._told: collections.defaultdict[int, dict[str, Any]] = collections.defaultdict(dict)  # of the other steps
 
     def forget(self, run: int) -> None:
         """There will be no more events of this run."""
-        self._last.pop(run, None)
-        self._counted.pop(run, None)
+        for memory in (self._last, self._counted, self._told):
+            memory.pop(run, None)
 
     def part_name(self, name: str, part: str) -> str:
         """What a part of a curve is called."""
@@ -142,7 +143,21 @@ class _Curves:
                 # Keys that are logged together have the same steps: one curve for all of them.
                 same = (other.name, *((a.dtype, a.tobytes()) for a in (x, steps)), _bytes_of(valid))
                 others.setdefault(same, other)
-        return [*curves, *others.values()], problems
+        news = [self._news(runs, other) for other in others.values()]
+        return [*curves, *[other for other in news if other is not None]], problems
+
+    def _news(self, runs: list[int], other: Curve) -> Curve | None:
+        """Without what was told already: keys that are logged one after the other have the same steps too."""
+        if other.steps.shape[1] != 1:
+            return other
+        happened = np.ones(len(runs), bool) if other.valid is None else other.valid[:, 0]
+        new = happened.copy()
+        for lane in np.flatnonzero(happened).tolist():
+            point = other.steps[lane, 0].item(), other.numbers()[lane, 0].item()
+            told = self._told[runs[lane]]
+            new[lane] = told.get(other.name) != point
+            told[other.name] = point
+        return other if new.all() else dataclasses.replace(other, valid=new[:, None]) if new.any() else None
 
     def _steps(
         self, runs: list[int], entry: Entry, axis: str | None, gone: dict[str, np.ndarray]

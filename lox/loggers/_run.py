@@ -96,7 +96,12 @@ class ConfigPlan:
         if config is not None and not isinstance(config, Mapping):
             raise _errors.LogTypeError(f"`config` is {config!r}; it must be a dict of hyper-parameters.")
         # A None is a value here ("no clipping"), not an empty tree.
-        leaves, treedef = jax.tree.flatten(config or {}, is_leaf=lambda x: x is None)
+        try:
+            leaves, treedef = jax.tree.flatten(config or {}, is_leaf=lambda x: x is None)
+        except (TypeError, ValueError) as error:
+            raise _errors.LogTypeError(
+                f"`config` is {config!r}, which is no tree to JAX: are all keys of its dicts strings?"
+            ) from error
         # NumPy's stay in Python too: as operands of a program, numbers of 64 bits would become others.
         is_array = [isinstance(x, jax.Array) for x in leaves]
         static = tuple(_ARRAY if array else x for x, array in zip(leaves, is_array, strict=True))
