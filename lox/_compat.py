@@ -697,7 +697,7 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
 
     This is twenty times cheaper than `jax.debug.callback`, and hands over NumPy arrays, where that one starts a
     computation inside the callback, which may wait forever for a thread that waits for the callback. On several devices
-    there is no one order to keep: the token passes by, and the callback is given -1 for it.
+    the token passes by, and the callback is given -1 for it.
     """
     axis_context = ctx.module_context.axis_context
     if getattr(axis_context, "num_devices", None) == 1:
@@ -719,17 +719,9 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
         kind = "MANUAL"
     else:
         kind = "MAXIMAL"  # the whole array, on the first device
-    mlir.emit_python_callback(
-        ctx.replace(avals_in=ctx.avals_in[1:], avals_out=[]),
-        without_token,
-        None,
-        list(operands[1:]),
-        ctx.avals_in[1:],
-        [],
-        has_side_effect=True,
-        sharding=_callback_sharding(kind),
-    )
-    ctx.set_tokens_out(ctx.tokens_in)
+    inner = ctx.replace(avals_in=ctx.avals_in[1:], avals_out=[])
+    _call_in_order(inner, without_token, operands[1:], kind)
+    ctx.set_tokens_out(inner.tokens_out or ctx.tokens_in)
     return [operands[0]]
 
 
@@ -745,9 +737,10 @@ def _callback_sharding(kind: str) -> Any:
     return sharding
 
 
-def _call_in_order(ctx: Any, callback: Any, operands: Any) -> Any:
-    """A host call on one device, which takes part in the order of others if its effects say so."""
-    order = order_effect if order_effect in ctx.tokens_in.effects() else None
+def _call_in_order(ctx: Any, callback: Any, operands: Any, kind: str | None = None) -> Any:
+    """A host call that takes part in the order of others if its effects say so; with several devices, of a kind."""
+    in_order = order_effect in ctx.tokens_in.effects() and kind != "MANUAL"  # every device has an order of its own
+    order = order_effect if in_order else None
     results, token, _ = mlir.emit_python_callback(
         ctx,
         callback,
@@ -756,6 +749,7 @@ def _call_in_order(ctx: Any, callback: Any, operands: Any) -> Any:
         ctx.avals_in,
         ctx.avals_out,
         has_side_effect=True,
+        sharding=None if kind is None else _callback_sharding(kind),
     )
     if order is not None:
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({order: token})))
@@ -766,16 +760,20 @@ def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
     """Emit a host call of `callback(*arrays)`, which returns a tuple of arrays.
 
     XLA may reorder calls that do not depend on each other, side effects or not: so its effects must tell that it takes
-    part in the order of others. On several devices there is no one order to keep.
+    part in the order of others. Inside shard_map, where every device calls, there is no one order to keep.
     """
-    if getattr(ctx.module_context.axis_context, "num_devices", None) != 1:
+    axis_context = ctx.module_context.axis_context
+    if getattr(axis_context, "num_devices", None) == 1:
+        return _call_in_order(ctx, callback, operands)
+    if isinstance(axis_context, SPMDAxisContext) or ctx.avals_out:
+        # A token beside results has a sharding that XLA refuses, with JAX 0.7. But who needs them comes later anyway.
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out]
 
         def call(*arrays: Any) -> Any:
             return io_callback(lambda *a: callback(*map(np.asarray, a)), shapes, *arrays)
 
         return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
-    return _call_in_order(ctx, callback, operands)
+    return _call_in_order(ctx, callback, operands, "MAXIMAL")
 
 
 def forget_failed_effects(text: str) -> None:

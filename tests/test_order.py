@@ -1,5 +1,6 @@
 """Host calls come in program order, wherever in the program they stand."""
 
+import functools
 from typing import Any
 
 import jax
@@ -140,22 +141,40 @@ def test_one_program_after_the_other() -> None:
     assert values(logger) == [10 * turn + n for turn in range(20) for n in range(3)]
 
 
-def test_on_several_devices_nothing_is_lost() -> None:
+def test_on_several_devices() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), "d")
+    with Recorder() as logger:
+
+        @jax.jit
+        def program(key: Any, x: Any) -> Any:
+            state = logger.init(key)
+            logger.log(state, {"v": x.sum()})
+            four(lambda logs: logger.log(state, logs))
+            x = logger.tap(lambda x: (four(lox.log), x)[1], state)(x)
+            logger.log(state, {"v": 100.0})
+            return x
+
+        x = jnp.arange(4.0)
+        sharded = jax.device_put(x, NamedSharding(mesh, P("d")))
+        for seed, given in enumerate([x, sharded, x, sharded]):
+            np.testing.assert_array_equal(program(jax.random.key(seed), given), x)
+    for seed in range(4):
+        assert values(logger, str(seed)) == [6, 0, 1, 2, 3, 0, 1, 2, 3, 100]
+
+
+def test_inside_shard_map_nothing_is_lost() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), "d")
     with Recorder() as logger:
         state = logger.init(KEY)
 
         @jax.jit
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
         def program(x: Any) -> Any:
-            logger.log(state, {"v": x.sum()})
-            four(lambda logs: logger.log(state, logs))
-            return logger.tap(lambda x: (four(lox.log), x)[1], state)(x)
+            logger.log(state, {"v": x[0]})
+            return jax.lax.scan(lambda x, _: (logger.log(state, {"v": x[0]}), (x + 1, None))[1], x, None, 2)[0]
 
-        x = jnp.arange(4.0)
-        one, two = program(x), program(jax.device_put(x, NamedSharding(mesh, P("d"))))
-        program(x)
-        np.testing.assert_array_equal(one, two)
-    assert sorted(values(logger)) == sorted(3 * [6.0, 0, 1, 2, 3, 0, 1, 2, 3])
+        program(jnp.array([0.0, 10.0]))
+    assert sorted(values(logger)) == [0, 0, 1, 10, 10, 11]
 
 
 def test_a_program_that_fails_does_not_stop_the_next_one() -> None:
