@@ -298,18 +298,23 @@ def test_huge_and_negative_steps(tmp_path, offline):
     assert wandb_file.read_all(tmp_path)["0"].events("step")["a"] == [({"step": s}, n) for n, s in enumerate(steps)]
 
 
-def test_a_run_that_the_user_logs_to_as_well(tmp_path, offline):
+def test_runs_of_the_user_beside(tmp_path, offline):
     with WandbLogger(**offline) as logger:
         state = logger.init(jax.random.key(0))
-        run = logger._pipeline.runs[int(state.run)].resource  # as `wandb.init()` may return it
+        settings = wandb.Settings(**offline["settings"])
+        run = wandb.init(
+            **offline | {"settings": settings}, name="mine"
+        )  # which returns a run that is there, if it can
         for step in range(4):
             logger.log(state, {"a": step}, step=step)
             logger.flush()
             run.log({"theirs": step})
             run.log({"theirs": step})
-    file = wandb_file.read_all(tmp_path)["0"]
-    assert file.events("step")["a"] == [({"step": n}, n) for n in range(4)]
-    assert [row["theirs"] for row in file.rows if "theirs" in row] == [n for n in range(4) for _ in range(2)]
+        wandb.finish()
+        logger.log(state, {"a": 4}, step=4)
+    files = wandb_file.read_all(tmp_path)
+    assert files["0"].events("step") == {"a": [({"step": n}, n) for n in range(5)]}
+    assert [row["theirs"] for row in files["mine"].rows] == [n for n in range(4) for _ in range(2)]
 
 
 def test_runs_that_fail(tmp_path, offline):

@@ -72,10 +72,6 @@ class _Rows:
         for row in rows:
             self._declare(row, columns)
             cells = {columns[name]: step for name, step in row.steps} | row.cells
-            if self.run.step > max(
-                self._at, 0
-            ):  # somebody else logs to this run too: `wandb.init` may have returned it
-                self._at, self._open = self.run.step, None
             before = self._open
             if before is not None and before.steps == row.steps and before.cells.keys().isdisjoint(row.cells):
                 row = _Row(row.steps, before.cells | row.cells)
@@ -105,7 +101,7 @@ class _Rows:
     def commit(self) -> None:
         """Nothing more comes to the last row."""
         if self._open is not None:
-            self.run.log({}, step=max(self._at, self.run.step), commit=True)
+            self.run.log({}, step=self._at, commit=True)
             self._open = None
 
 
@@ -125,7 +121,8 @@ class WandbLogger(Logger):
     first of them, is the axis of its metrics. Whatever order events come in, none is dropped. W&B's own `Step` is the
     same as `step` unless events come late or have none.
 
-    A run of your own beside these: `wandb.init(reinit="create_new")`, or W&B gives you one of these.
+    Runs of your own live beside these: `wandb.init()` never returns one that is the logger's, nor does `wandb.finish()`
+    end it.
 
     `lox.Histogram` and `lox.Image` are shown as such. Arrays of up to 64 elements are as many metrics, `xs/0`, `xs/1`,
     and pytrees one per leaf, `stats/mean`.
@@ -237,7 +234,13 @@ def _begin(kwargs: dict[str, Any], config: Mapping[str, Any], name: str | None) 
     options["config"] = {**(options.get("config") or {}), **_plain_config(config)}
     options.setdefault("reinit", "create_new")  # a run that is there already, of ours or the user's, goes on
     options["settings"] = _settings(options.get("settings"))
-    return client().init(**options)
+    wandb = client()
+    run = wandb.init(**options)
+    # Otherwise `wandb.init()` would give it to the user, whose steps then come between ours, and those are dropped.
+    hide = getattr(wandb.setup(), "remove_active_run", None)
+    if hide is not None and options["reinit"] == "create_new":
+        hide(run)
+    return run
 
 
 def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
