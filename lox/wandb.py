@@ -50,29 +50,4 @@ def init(key: Any, *, config: Mapping[str, Any] | None = None, **kwargs: Any) ->
     return _runs.init(key, kwargs, config)
 
 
-def log(run: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: Any) -> None:
-    """Log values, or logs that `lox.spool` returned.
-
-    Args:
-        run: What `init` returned.
-        logs: A dict of values, which is one event, or a `logdict`.
-        prefix: Put in front of every key.
-        **steps: Steps of these events: one number for all, or one for each event.
-    """
-    _runs.logger().log(run, logs, prefix, **steps)
-
-
-def flush() -> None:
-    """Wait until everything is handed to W&B, and raise what went wrong meanwhile."""
-    _runs.logger().flush()
-
-
-def finish(run: LoggerState) -> None:
-    """End a run, once all that was logged before is written. Runs that nobody ends are ended when Python exits.
-
-    Outside of `jit`, this waits until it is done and raises what went wrong.
-
-    Args:
-        run: What `init` returned.
-    """
-    _runs.finish(run)
+log, flush, finish = _runs.log, _runs.flush, _runs.finish

@@ -17,6 +17,7 @@ import lox
 import lox.wandb
 from lox.loggers import WandbLogger
 from lox.loggers._bands import t95
+from lox.loggers._single_runs import SingleRuns
 
 wandb = pytest.importorskip("wandb")
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -325,15 +326,15 @@ def test_runs_that_fail(tmp_path, offline):
 
 
 def test_first_use_from_several_threads(tmp_path, monkeypatch, offline):
-    monkeypatch.setattr(lox.wandb, "_runs", type(lox.wandb._runs)(lox.wandb._Runs))
+    runs = SingleRuns(lox.wandb._Runs)  # of which `lox.wandb` is made
     monkeypatch.setenv("WANDB_RUN_ID", "sweep")  # as `wandb agent` sets it
     start = threading.Barrier(3)
 
     def work(n):
         start.wait()
-        run = lox.wandb.init(jax.random.key(n), **offline)
-        lox.wandb.log(run, {"a": n})
-        lox.wandb.finish(run)
+        run = runs.init(jax.random.key(n), offline, None)
+        runs.log(run, {"a": n})
+        runs.finish(run)
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         list(pool.map(work, range(3)))

@@ -97,13 +97,33 @@ class SingleRuns:
         boxed = {name: Box(value) for name, value in options.items()}
         return self.logger().init(key, config={CONFIG: dict(config or {}), OPTIONS: boxed})
 
-    def finish(self, state: LoggerState) -> None:
-        """End a run, when everything that was logged before is written; outside of jit, wait for that."""
+    def log(self, run: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: Any) -> None:
+        """Log values, or logs that `lox.spool` returned.
+
+        Args:
+            run: What `init` returned.
+            logs: A dict of values, which is one event, or a `logdict`.
+            prefix: Put in front of every key.
+            **steps: Steps of these events: one number for all, or one for each event.
+        """
+        self.logger().log(run, logs, prefix, **steps)
+
+    def flush(self) -> None:
+        """Wait until everything is handed to the tracker's client, and raise what went wrong meanwhile."""
+        self.logger().flush()
+
+    def finish(self, run: LoggerState) -> None:
+        """End a run, once all that was logged before is written. Runs that nobody ends are ended when Python exits.
+
+        Outside of `jit`, this waits until it is done and raises what went wrong.
+
+        Args:
+            run: What `init` returned.
+        """
         logger = self.logger()
         pipeline = logger._pipeline
         assert isinstance(pipeline, SingleRunsPipeline)
-        run = jnp.asarray(logger._run_of(state, "finish"), jnp.int32)
-        _host.call(pipeline.end, [run])
+        _host.call(pipeline.end, [jnp.asarray(logger._run_of(run, "finish"), jnp.int32)])
         if _compat.is_evaluating():
             logger.flush()
 
