@@ -128,6 +128,16 @@ def dispatch() -> Iterator[Row]:
     options = {"unit": "us", "number": 100}
     yield compare("spool, dispatch", lambda: spooled(x, i), hand, goal=2.0, **options)
     yield compare("spool, dispatch: spooled anew each time", again, hand, **options)
+    tapped = jax.jit(lox.tap(logged, lambda logs: None))
+    for ordered in (False, True):
+
+        @jax.jit
+        def called(x, i, ordered=ordered):
+            jax.debug.callback(lambda x, y, i: None, x, jnp.sin(x), i, ordered=ordered)
+            return jnp.sin(x) + 1
+
+        name = f"tap, dispatch: debug.callback{' ordered' * ordered}"
+        yield compare(name, lambda: tapped(x, i), lambda called=called: called(x, i), **options)
 
 
 # --- reductions and intervals --------------------------------------------------------------------

@@ -52,6 +52,7 @@ STRANGE += [
     "loss/a",
     "deep/b/c",
     "deep",
+    "half \ud800 a letter",
 ]
 
 
@@ -562,6 +563,27 @@ def test_trackio_options(tmp_path):
         TrackioLogger("")
     with pytest.raises(lox.OptionError, match="got 'name', which is of a single run"):
         TrackioLogger("p", name="a")
+
+
+@needs_trackio
+def test_trackio_pictures_that_cannot_be_saved(tmp_path, monkeypatch):
+    import PIL.Image
+
+    def refuse(*_, **__):
+        raise OSError("no space left")
+
+    logger = make_trackio(tmp_path)
+    state = logger.init(KEY)
+    monkeypatch.setattr(PIL.Image.Image, "save", refuse)
+    for step in range(2):  # each time, and not only with a warning
+        with pytest.warns(lox.LoxWarning, match="no space left"):
+            logger.log(state, {"frame": lox.Image(np.zeros((2, 2)))}, step=step)
+            with pytest.raises(OSError, match="no space left"):
+                logger.flush()
+    monkeypatch.undo()
+    logger.log(state, {"a": 1.0}, step=2)
+    logger.close()
+    assert read_trackio(logger)["7"] == {"a": [({"step": 2}, 1.0)]}
 
 
 @needs_trackio

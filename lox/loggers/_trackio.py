@@ -18,6 +18,7 @@ from lox.loggers._run import Names, Run
 
 # Columns of Trackio's own.
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
+_BAD = "\ud800-\udfff"  # halves of letters, which are no text to JSON: Trackio would leave them out
 _BINS = 512  # as many as Trackio itself would make
 
 
@@ -112,17 +113,21 @@ class TrackioLogger(CurveLogger):
             again = 0  # the same name at the same steps: a row has room for one
             while name in rows.setdefault((curve.steps.tobytes(), again), {}):
                 again += 1
-            rows[curve.steps.tobytes(), again][name] = self._cells(curve)
+            rows[curve.steps.tobytes(), again][name] = self._cells(run, curve)
         for (steps, _), columns in rows.items():
             for step, *cells in zip(np.frombuffer(steps, np.int64).tolist(), *columns.values(), strict=True):
                 run.resource.log(dict(zip(columns, cells, strict=True)), step=step)
 
-    def _cells(self, curve: Curve) -> list[Any]:
+    def _cells(self, run: Run, curve: Curve) -> list[Any]:
         if isinstance(curve.value, np.ndarray):
             return curve.numbers().tolist()
         if isinstance(curve.value, Histogram):
             return [self._client.Histogram(np_histogram=few_bins(value, _BINS)) for _, value in curve.events()]
-        return [self._client.Image(pillow(value)) for _, value in curve.events()]
+        images = [(step, self._client.Image(pillow(value))) for step, value in curve.events()]
+        for step, image in images:
+            # Now: of what `log` cannot save, it warns only, and as Python shows the same warning once, not every time.
+            image._save(self.project, run.resource.name, step)
+        return [image for _, image in images]
 
     def commit(self) -> None:
         """Have the rows written that wait for Trackio's thread, which has no public way to be asked."""
@@ -140,5 +145,5 @@ class TrackioLogger(CurveLogger):
 def row_name(key: str) -> str:
     """What Trackio calls it."""
     if key.startswith("__"):
-        return "_x5f_" + escape(key[1:])
-    return escape(key, mark=key in _RESERVED)
+        return "_x5f_" + escape(key[1:], _BAD)
+    return escape(key, _BAD, mark=key in _RESERVED)
