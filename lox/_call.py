@@ -2,12 +2,16 @@
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
 from lox import _compat, _engine, _errors, _reduce
+
+# The parameters and the result of a function that is transformed.
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Transform = Callable[..., Any]  # of a function, its arguments, its keyword arguments, and what else is given
 

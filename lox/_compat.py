@@ -19,8 +19,8 @@ import jax.extend.linear_util as lu
 import numpy as np
 from jax import lax
 from jax._src import config
+from jax._src import core as _core
 from jax._src import effects as _effects
-from jax._src.core import trace_ctx as _trace_ctx
 from jax._src.dispatch import runtime_tokens as _runtime_tokens
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.sharding_impls import (
@@ -41,8 +41,9 @@ jaxpr_as_fun = jex_core.jaxpr_as_fun
 Trace = jax.core.Trace
 Tracer = jax.core.Tracer
 
-# `set_current_trace` and `take_current_trace` moved from jax.core to jax.extend.core in 0.9.
-_trace_home: Any = jax.core if hasattr(jax.core, "set_current_trace") else jex_core
+# `set_current_trace` and `take_current_trace` are in jax.extend.core since 0.10. Up to 0.9 they were in jax.core, where
+# touching them warns from 0.8.2 on: before there was a new place.
+_trace_home: Any = jex_core if hasattr(jex_core, "set_current_trace") else _core
 set_current_trace = _trace_home.set_current_trace
 take_current_trace = _trace_home.take_current_trace
 
@@ -71,7 +72,7 @@ StagingTrace = _find_staging_trace()  # what jit and make_jaxpr trace with
 
 def is_evaluating() -> bool:
     """Whether operations run at once, with no transformation around."""
-    return _trace_ctx.trace is eval_trace  # every call asks, and the public way takes a microsecond
+    return _core.trace_ctx.trace is eval_trace  # every call asks, and the public way takes a microsecond
 
 
 def stand_for(trace: Any, parent: Any) -> None:

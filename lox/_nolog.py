@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lox import _call, _engine
+from lox._call import P, R
 from lox._engine import Run
 from lox._event import Event, Meta
 from lox._primitive import bind
@@ -37,22 +38,22 @@ class Remove(_engine.Drop):
             bind(event.only(staying))
 
 
-def _removing(fun: Callable[..., Any], handler: Remove) -> Callable[..., Any]:
+def _removing(fun: Callable[P, R], handler: Remove) -> Callable[P, R]:
     def remove(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _engine.run_staged(handler, fun, args, kwargs)
 
     @functools.wraps(fun)
-    def removed(*args: Any, **kwargs: Any) -> Any:
+    def removed(*args: P.args, **kwargs: P.kwargs) -> R:
         return _call.call(fun, handler, remove, args, kwargs)
 
     return removed
 
 
 def nolog(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     argnames: str | Iterable[str] | None = None,
     tags: str | Iterable[str] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Remove logs from a function, at no cost: it compiles to the same program as without its log lines.
 
     >>> import lox
@@ -74,10 +75,10 @@ def nolog(
 
 
 def keep(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     argnames: str | Iterable[str] | None = None,
     tags: str | Iterable[str] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Remove all logs but the selected ones: the complement of `nolog`.
 
     >>> import lox

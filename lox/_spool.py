@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lox import _call, _compat, _engine, _errors, _reduce, _series
+from lox._call import P, R
 from lox._engine import Handler, Run, Tally
 from lox._event import Event, Meta
 from lox._lanes import Laned
@@ -250,7 +251,7 @@ def finish(handler: Collect, run: Run, prefix: str) -> logdict:
 
 
 def spool(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     argnames: str | Iterable[str] | None = None,
     tags: str | Iterable[str] | None = None,
     keep_logs: bool = False,
@@ -258,7 +259,7 @@ def spool(
     reduce: Any = None,
     prefix: str = "",
     capacity: int | Mapping[str, int] | None = None,
-) -> Callable[..., tuple[Any, logdict]]:
+) -> Callable[P, tuple[R, logdict]]:
     """Make a function return its logs beside its result.
 
     >>> import lox
@@ -306,7 +307,7 @@ def spool(
         return out, finish(handler, run, prefix)
 
     @functools.wraps(fun)
-    def spooled(*args: Any, **kwargs: Any) -> tuple[Any, logdict]:
+    def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:
         out, logs = _call.call(fun, (handler, prefix), collect, args, kwargs)
         if (logs.valid or logs.dropped) and not _is_traced(logs):
             warn_of_dropped(logs, stacklevel=3)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from lox import _call, _compat, _emit, _engine, _errors, _lanes
+from lox._call import P, R
 from lox._engine import Handler, Run, Tally
 from lox._event import Event, Meta
 from lox._lanes import Laned
@@ -406,7 +407,7 @@ class Blocks:
 
 
 def tap(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     callback: Callback = print,
     argnames: str | Iterable[str] | None = None,
     tags: str | Iterable[str] | None = None,
@@ -414,7 +415,7 @@ def tap(
     interval: int | None = None,
     reduce: Any = None,
     buffer: int | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Stream a function's logs to a callback while it runs.
 
     >>> import jax, jax.numpy as jnp, lox
@@ -454,7 +455,7 @@ def tap(
     stream = streaming(Stream, callback, argnames, tags, prefix, interval, reduce, buffer)
 
     @functools.wraps(fun)
-    def tapped(*args: Any, **kwargs: Any) -> Any:
+    def tapped(*args: P.args, **kwargs: P.kwargs) -> R:
         return stream(fun, args, kwargs)
 
     return tapped

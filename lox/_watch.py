@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lox import _arrays, _call, _emit, _engine, _errors, _lanes
+from lox._call import P, R
 from lox._engine import Handler, Run
 from lox._errors import NonFiniteError
 from lox._event import Event, Meta
@@ -137,11 +138,11 @@ def _not_finite(x: Laned) -> Laned:
 
 
 def watch(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     callback: Callable[[NonFiniteError], Any] | None = None,
     argnames: str | Iterable[str] | None = None,
     tags: str | Iterable[str] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Stop a function at the first logged value that is NaN or infinite.
 
     >>> import jax, jax.numpy as jnp, lox
@@ -185,7 +186,7 @@ def watch(
         return out, run.state["token"]
 
     @functools.wraps(fun)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: P.args, **kwargs: P.kwargs) -> R:
         return run_with(deliver, lambda: _call.call(fun, handler, transform, args, kwargs))
 
     return watched

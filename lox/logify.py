@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from lox import _errors, _primitive, _spool
+from lox._call import P, R
 from lox._logdict import logdict
 
 REDUCTIONS = ("replace", "append", "mean", "sum")
@@ -90,7 +91,7 @@ def log(name: str, value: Any, reduction: str = "replace") -> None:
     _primitive.log({_Key(f"{name}:{reduction}"): value}, tags=_TAG, reduce=reduction, explicit=True)
 
 
-def logify(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
+def logify(fun: Callable[P, R]) -> Callable[P, tuple[R, Logs]]:
     """Make a function return what it logs with `logify.log`, beside its result.
 
     Args:
@@ -102,7 +103,7 @@ def logify(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
     spooled = _spool.spool(fun, tags=_TAG)
 
     @functools.wraps(fun)
-    def logified(*args: Any, **kwargs: Any) -> tuple[Any, Logs]:
+    def logified(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Logs]:
         out, logs = spooled(*args, **kwargs)
         return out, Logs(logs)
 

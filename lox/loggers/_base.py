@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lox import _call, _compat, _errors
+from lox._call import P, R
 from lox._logdict import logdict
 from lox._spool import spool as _spool
 from lox._tap import streaming
@@ -148,7 +149,7 @@ class Logger:
 
     def spool(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[P, R],
         state: LoggerState,
         argnames: str | Iterable[str] | None = None,
         tags: str | Iterable[str] | None = None,
@@ -157,7 +158,7 @@ class Logger:
         reduce: Any = None,
         prefix: str = "",
         capacity: int | Mapping[str, int] | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[P, R]:
         """Collect a function's logs and write them when it returns: one host call.
 
         Args:
@@ -187,7 +188,7 @@ class Logger:
             return out
 
         @functools.wraps(fun)
-        def spooled(*args: Any, **kwargs: Any) -> Any:
+        def spooled(*args: P.args, **kwargs: P.kwargs) -> R:
             self._pipeline.require_open("spool")
             return _call.call(fun, key, transform, args, kwargs, run)
 
@@ -195,7 +196,7 @@ class Logger:
 
     def tap(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[P, R],
         state: LoggerState,
         argnames: str | Iterable[str] | None = None,
         tags: str | Iterable[str] | None = None,
@@ -203,7 +204,7 @@ class Logger:
         interval: int | None = None,
         reduce: Any = None,
         buffer: int | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[P, R]:
         """Write a function's logs while it runs.
 
         Args:
@@ -224,7 +225,7 @@ class Logger:
         stream = streaming(RoutedStream, self._pipeline.receive_tap, argnames, tags, prefix, interval, reduce, buffer)
 
         @functools.wraps(fun)
-        def tapped(*args: Any, **kwargs: Any) -> Any:
+        def tapped(*args: P.args, **kwargs: P.kwargs) -> R:
             self._pipeline.require_open("tap")
             return stream(fun, args, kwargs, run=run)
 
