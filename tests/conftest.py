@@ -1,12 +1,17 @@
-"""Eight host devices and strict types, before anything imports jax."""
+"""Eight host devices and strict types, before anything imports jax.
+
+`LOX_TEST_PLATFORM=cuda` runs the tests on a GPU. What a test lacks, such as more devices, is for `optional` to say.
+"""
 
 import os
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-# Hundreds of small programs are compiled here and each runs for microseconds: optimising them is not worth it.
+os.environ["JAX_PLATFORMS"] = os.environ.get("LOX_TEST_PLATFORM", "cpu")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # some tests start other processes on the same GPU
+# Hundreds of small programs are compiled here and each runs for microseconds: optimising them is not worth it. Of flags
+# given twice the last holds, so that the number of devices can be set from outside.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 ).strip()
 os.environ.pop("LOX_SINK", None)
 # An int that silently becomes a float somewhere in lox would change users' values.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from optional import devices
 
 import lox
 
@@ -248,7 +249,7 @@ class JaxRunner:
         return wrap(results.sum())
 
     def do_shard_map(self, s: Statement, x: Any, i: Any) -> Any:
-        mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("d",))
+        mesh = Mesh(devices(DEVICES), ("d",))
 
         def on_device(xs: Any, i: Any) -> Any:
             return self.body(s)(xs[0], i)[None]

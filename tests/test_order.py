@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from logger_cases import Recorder
+from optional import devices
 
 import lox
 
@@ -142,7 +143,7 @@ def test_one_program_after_the_other() -> None:
 
 
 def test_on_several_devices() -> None:
-    mesh = Mesh(np.array(jax.devices()[:2]), "d")
+    mesh = Mesh(devices(2), "d")
     with Recorder() as logger:
 
         @jax.jit
@@ -163,7 +164,7 @@ def test_on_several_devices() -> None:
 
 
 def test_inside_shard_map_nothing_is_lost() -> None:
-    mesh = Mesh(np.array(jax.devices()[:2]), "d")
+    mesh = Mesh(devices(2), "d")
     with Recorder() as logger:
         state = logger.init(KEY)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import pyarrow
 import pytest
 from machine import Disk, finish, load_whatever_is_whole, refuse, start
+from optional import pyarrow
 
 import lox
 from lox.store import Reader, Writer

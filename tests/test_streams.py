@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from optional import devices
 
 import lox
 import lox.testing
@@ -256,7 +257,7 @@ def test_python_numbers(x: Any) -> None:
 
 
 def test_a_shard_map_in_a_loop_that_logs_another_key() -> None:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("i",))
+    mesh = jax.sharding.Mesh(devices(2), ("i",))
     spec = jax.sharding.PartitionSpec("i")
 
     def f(x: Any) -> Any:
@@ -297,7 +298,7 @@ def test_integers_are_summed_as_jax_sums_them() -> None:
 def test_explicit_sharding() -> None:
     if not hasattr(jax.sharding, "use_abstract_mesh"):
         pytest.skip("JAX 0.7 makes no sharded array without a mesh around")
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,), devices=devices(8))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d", None))
     x = jax.device_put(jnp.arange(16.0).reshape(8, 2), sharding)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from optional import devices
 
 import lox
 
@@ -132,7 +133,7 @@ def test_an_exception_under_an_outer_jit_keeps_its_message() -> None:
 
 
 def test_a_failure_on_several_devices_is_reported_once() -> None:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("d",))
+    mesh = jax.sharding.Mesh(devices(8), ("d",))
     spec = jax.sharding.PartitionSpec("d")
     sharded = jax.jit(jax.shard_map(lambda x: scanned(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec))
     with pytest.raises(KeyError, match="no room for"):

@@ -15,9 +15,8 @@ import logger_cases
 import numpy as np
 import pytest
 import wandb_file
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from logger_cases import make_mlflow, make_neptune, make_trackio, read_mlflow, read_neptune, read_trackio
+from optional import given, settings, st
 
 import lox
 import lox.neptune
@@ -85,7 +84,7 @@ def test_usual_names_stay():
 
 
 @needs_mlflow
-@settings(max_examples=50, deadline=None)  # the first one imports the client
+@settings(max_examples=50)
 @given(st.text(max_size=30))
 def test_mlflow_accepts_every_name(name):
     from mlflow.utils.validation import _validate_metric_name

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optional import devices
 
 import lox
 import lox.testing
@@ -568,7 +569,7 @@ def test_a_primitive_without_a_rule_and_without_logs_is_left_alone() -> None:
 
 
 def mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()), ("i",))
+    return Mesh(devices(8), ("i",))
 
 
 def sharded(v: Any) -> Any:
@@ -616,7 +617,7 @@ def test_shard_map_tapped_and_untouched() -> None:
 
 
 def test_shard_map_over_several_axes_and_partly_manual() -> None:
-    two = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    two = Mesh(devices(8).reshape(4, 2), ("a", "b"))
 
     def f(v: Any) -> Any:
         lox.log({"local": v.sum(), "a": lax.psum(v.sum(), "b"), "all": lax.psum(v.sum(), ("a", "b"))})
@@ -654,7 +655,7 @@ def test_sharded_arrays() -> None:
 def test_explicit_sharding() -> None:
     from jax.sharding import AxisType
 
-    explicit = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))
+    explicit = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,), devices=devices(8))
     with jax.set_mesh(explicit) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(explicit):
         x = jax.device_put(jnp.arange(16.0), P("i"))
         f = lambda x: lax.scan(lambda c, _: (noted(jnp.sin(c)), None), x, None, length=3)[0]  # noqa: E731

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from optional import devices
 
 import lox
 
@@ -119,7 +120,7 @@ def test_logs_flow_on_as_if_nothing_were_around() -> None:
     assert [str(e) for e in events] == ["{'x': 1.0}"]
 
 
-def test_while_loops_and_devices() -> None:
+def test_while_loops() -> None:
     def f(x: Any) -> Any:
         def body(c: Any) -> Any:
             lox.log({"c": c})
@@ -128,7 +129,10 @@ def test_while_loops_and_devices() -> None:
         return lax.while_loop(lambda c: c < 1e30, body, x) * jnp.nan
 
     lox.watch(f)(9.0)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("d",))
+
+
+def test_several_devices() -> None:
+    mesh = jax.sharding.Mesh(devices(8), ("d",))
     spec = jax.sharding.PartitionSpec("d")
     sharded = jax.shard_map(lambda x: squares(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec)
     xs = jnp.ones(8)

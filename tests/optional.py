@@ -1,0 +1,63 @@
+"""What a machine may lack: several devices, and packages that tests need and lox does not. Tests for it are skipped."""
+
+import importlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+
+def devices(number: int) -> np.ndarray:
+    """So many devices, for a mesh."""
+    found = jax.devices()
+    if len(found) < number:
+        pytest.skip(f"needs {number} devices, of which there {'is' if len(found) == 1 else 'are'} {len(found)}")
+    return np.array(found[:number])
+
+
+class Missing:
+    """Stands for a package that is not installed: to use it is to skip the test."""
+
+    def __init__(self, name: str):
+        self.__name__ = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest looks whether it is a test
+            raise AttributeError(name)
+        pytest.skip(f"{self.__name__} is not installed")
+
+
+def package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return Missing(name)
+
+
+duckdb, pandas, polars, pyarrow = map(package, ["duckdb", "pandas", "polars", "pyarrow"])
+package("pyarrow.ipc")  # of which pyarrow has the attribute only after this
+
+try:
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+
+    # How long an example may take is a question of the machine.
+    settings.register_profile("lox", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("lox")
+except ImportError:
+    from unittest.mock import MagicMock
+
+    HealthCheck = st = MagicMock()
+
+    class settings:
+        max_examples = 0
+
+        def __init__(self, *_: Any, **__: Any):
+            pass
+
+        def __call__(self, test: Any) -> Any:
+            return test
+
+    def given(*_: Any, **__: Any) -> Any:
+        return pytest.mark.skip(reason="hypothesis is not installed")
