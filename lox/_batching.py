@@ -22,14 +22,14 @@ from jax import lax
 from jax.extend.core import primitives
 from jax.interpreters import batching
 
-from lox import _compat, _emit
-from lox._engine import Handler, Run, Transformed, interpret, types_of, without_unwanted
+from lox import _compat, _masking
+from lox._engine import Handler, Run, Transformed, transformed, types_of, without_unwanted
 from lox._event import Event, Meta
-from lox._lanes import Laned
 from lox._primitive import bind
 from lox._series import Site
 
 _batch_cond = batching.fancy_primitive_batchers[primitives.cond_p]
+_batch_scan = batching.fancy_primitive_batchers[primitives.scan_p]
 _batch_while = batching.fancy_primitive_batchers[primitives.while_p]
 
 
@@ -162,33 +162,6 @@ def _align(branches: list[list[Any]]) -> list[Any] | None:
     return [functools.partial(fit, number) for number in range(len(branches))]
 
 
-# --- masking events ------------------------------------------------------------------------------
-
-
-class Remask(Handler):
-    """Puts every event under a condition, which is threaded through the program as the state."""
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Remask
-
-    def __hash__(self) -> int:
-        return hash(Remask)
-
-    sees_calls = True
-
-    def event(self, run: Run, event: Event) -> None:
-        """Bind it again."""
-        bind(event.masked(run.state.tree))
-
-    def call(self, run: Run, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
-        """Bind it again."""
-        return _emit.MASKABLE[primitive](run.state.tree, *args, **params)
-
-
-def _masked_call(jaxpr: Any, mask: Any, args: Any) -> list[Any]:
-    return interpret(Run(Remask(), Laned(mask)), jaxpr, args)
-
-
 # --- the rules -----------------------------------------------------------------------------------
 
 
@@ -216,7 +189,7 @@ def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params:
             raise _Unbounded
         entries = [Transformed(Record(), branch, (), False, "") for branch in branches]
     except _Unbounded:
-        return rule((args[0], *args), (dims[0], *dims), branches=_masked_branches(branches, types))
+        return rule((args[0], *args), (dims[0], *dims), branches=_masking.masked_branches(branches))
     fits = _align([e.piece for e in entries]) or [lambda slots: slots] * len(entries)
     box: list[Any] = []
 
@@ -236,18 +209,6 @@ def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params:
     return outs[:count], out_dims[:count]
 
 
-def _masked_branches(branches: Any, types: Any) -> Any:
-    """Branches that take their index too, and log only if they are the chosen one."""
-
-    def masked(number: int, branch: Any) -> Any:
-        def fun(index: Any, *xs: Any) -> list[Any]:
-            return _masked_call(branch, index == number, xs)
-
-        return _compat.make_jaxpr(fun, [_compat.array_type((), jnp.int32), *types])
-
-    return tuple(masked(number, branch) for number, branch in enumerate(branches))
-
-
 def _while_rule(
     axis_data: Any, args: Any, dims: Any, *, cond_nconsts: int, cond_jaxpr: Any, body_nconsts: int, body_jaxpr: Any
 ) -> Any:
@@ -259,6 +220,10 @@ def _while_rule(
     concerned = any(_compat.has_logs(jaxpr) or _compat.calls_host(jaxpr) for jaxpr in (cond_jaxpr, body_jaxpr))
     if masked or not concerned:
         return plain()
+    loop = dict(cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)
+    own, own_args, own_dims = _masking.masked_loop(loop, args, dims)
+    if own is not loop:  # goes on for all lanes alike, and finished ones keep their values
+        return rule(own_args, own_dims, **own)
     trial = _compat.make_jaxpr(
         lambda *xs: rule(xs, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)[0], types_of(list(args))
     )
@@ -276,8 +241,8 @@ def _while_rule(
     def body(*xs: Any) -> list[Any]:
         cond_consts, body_consts = xs[:cond_nconsts], xs[cond_nconsts:n_consts]
         *carry, running = xs[n_consts:]
-        carry = _masked_call(body_jaxpr, running, [*body_consts, *carry])
-        (go_on,) = _masked_call(cond_jaxpr, running, [*cond_consts, *carry])
+        carry = _masking.masked_call(body_jaxpr, running, [*body_consts, *carry])
+        (go_on,) = _masking.masked_call(cond_jaxpr, running, [*cond_consts, *carry])
         return [*carry, running & go_on]
 
     flag = _compat.array_type((), jnp.bool_)
@@ -294,7 +259,16 @@ def _while_rule(
     return outs[:-1], out_dims[:-1]
 
 
+def _scan_rule(axis_data: Any, args: Any, dims: Any, *, jaxpr: Any, **params: Any) -> Any:
+    (jaxpr,) = without_unwanted([jaxpr])
+    reports = _compat.has_logs(jaxpr) or _compat.calls_host(jaxpr)
+    if reports and _masking.mentions_any_lane(jaxpr):
+        jaxpr = transformed(Run(_masking.Rebind(), ()), jaxpr, ()).jaxpr
+    return _batch_scan(axis_data, args, dims, jaxpr=jaxpr, **params)
+
+
 def install() -> None:
     """Put the rules in place."""
+    batching.fancy_primitive_batchers[primitives.scan_p] = _scan_rule
     batching.fancy_primitive_batchers[primitives.cond_p] = _cond_rule
     batching.fancy_primitive_batchers[primitives.while_p] = _while_rule

@@ -165,6 +165,11 @@ def out_avals(jaxpr: Any) -> list[Any]:
     return [v.aval for v in split_jaxpr(jaxpr)[0].outvars]
 
 
+def shape_of(var: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    return var.aval.shape
+
+
 def without_consts(closed: Any) -> tuple[Any, list[Any]]:
     """A jaxpr that takes its constants as leading arguments, and those constants (what remat wants)."""
     if MERGED_JAXPR:
@@ -329,6 +334,14 @@ def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
     )
     values = jax.core.eval_jaxpr(stretch, [], *[env[v] for v in needed])
     env.update(zip(outs, values, strict=True))
+
+
+def with_equations(jaxpr: Any, eqns: list[Any], outvars: list[Any]) -> Any:
+    """A jaxpr of the same arguments with other equations and results."""
+    opened, consts = split_jaxpr(jaxpr)
+    names = _unknown_names(jaxpr, len(opened.invars), len(outvars))
+    replaced = opened.replace(eqns=eqns, outvars=outvars, debug_info=names)
+    return replaced if MERGED_JAXPR else _ClosedJaxpr(replaced, consts)
 
 
 def _unknown_names(jaxpr: Any, n_in: int, n_out: int) -> Any:

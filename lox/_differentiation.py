@@ -13,25 +13,14 @@ lose or repeat logs. These stand before them, and only where something logs:
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import primitives
 from jax.interpreters import partial_eval as pe
 
 from lox import _compat
-from lox._emit import MASKABLE, emit_p
 from lox._engine import Drop, Run, run_function, transformed
+from lox._masking import Silence
 
 _while_p = primitives.while_p
-
-
-class Silence(Drop):
-    """Removes every log, and every call of the host that a tap or a logger has made of one."""
-
-    sees_calls = True
-
-    def call(self, run: Run, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
-        """Nothing happens, and the token stays as it is."""
-        return [args[0]] if primitive is emit_p else MASKABLE[primitive](jnp.zeros((), bool), *args, **params)
 
 
 def _reports(params: dict[str, Any]) -> bool:

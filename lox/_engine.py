@@ -96,6 +96,7 @@ class Handler:
         return None
 
     sees_calls: ClassVar[bool] = False  # whether calls of the host are handed to it too
+    masks_lanes: ClassVar[bool] = True  # whether events of Equinox's loops count only where the lane goes on
 
     def call(self, run: "Run", primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
         """Take a call of the host that can be masked."""
@@ -410,7 +411,10 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
                 run.inside = run.here()
                 outs = _rules().custom_call(run, jaxpr, eqn, values)
             else:
-                outs = apply_rule(run, eqn.primitive, eqn.params, values)
+                params = eqn.params
+                if run.handler.masks_lanes and eqn.primitive.name == "cond":
+                    params, values = _rules().masked_cond(params, values, jaxpr, eqn.invars[0], args)
+                outs = apply_rule(run, eqn.primitive, params, values)
         env.update(zip(eqn.outvars, outs, strict=True))
     if pending:
         _compat.eval_equations(jaxpr, pending, env)
@@ -651,6 +655,8 @@ class RuleTrace(LogTrace):
 
 class Drop(Handler):
     """Removes every log."""
+
+    masks_lanes = False
 
     def wants(self, meta: Meta, path: str) -> bool:
         """None at all."""

@@ -7,7 +7,7 @@ looks just like that of a call).
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from lox import _compat
+from lox import _compat, _masking
 from lox._engine import (
     Drop,
     Grown,
@@ -149,6 +149,8 @@ def _loop(run: Run, step: Callable[..., list[Any]], init: list[Any], xs: list[An
 
 
 def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    if run.handler.masks_lanes:
+        params, args = _masking.masked_loop(params, args)
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
     cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
@@ -225,6 +227,20 @@ def _varying_like(decision: Any, tree: Any) -> Any:
 
 
 # --- branches ------------------------------------------------------------------------------------
+
+
+def masked_cond(
+    params: dict[str, Any], values: list[Any], jaxpr: Any, index: Any, args: Sequence[Any]
+) -> tuple[dict[str, Any], list[Any]]:
+    """A cond whose branch is taken for all lanes of an Equinox loop together: lanes that have finished do not log.
+
+    Where its index comes from is seen in the jaxpr around, whose arguments are `args`.
+    """
+    own = _masking.own_condition(jaxpr, index)
+    if own is None:
+        return params, values
+    branches = _masking.masked_branches(params["branches"])
+    return dict(params, branches=branches), [values[0], own(*args), *values[1:]]
 
 
 def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:

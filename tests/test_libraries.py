@@ -9,11 +9,17 @@ import pytest
 import lox
 import lox.testing
 
-nn = pytest.importorskip("flax.linen", reason="Flax is installed with the newest JAX only")
+
+def library(name: str) -> Any:
+    return pytest.importorskip(name, reason=f"{name} is installed with the newest JAX only")
+
+
+# --- Flax ----------------------------------------------------------------------------------------
 
 
 def scanned(**options: Any) -> tuple[Any, Any, Any]:
     """A module that scans a cell over three inputs, and what to call it with."""
+    nn = library("flax.linen")
 
     class Cell(nn.Module):
         @nn.compact
@@ -48,7 +54,7 @@ def test_flax_scan_logs_once_per_iteration(options: dict[str, Any]) -> None:
 
 
 def test_flax_modules_with_state() -> None:
-    from flax import nnx
+    nnx = library("flax.nnx")
 
     class Model(nnx.Module):
         def __init__(self, rngs: Any):
@@ -72,3 +78,111 @@ def test_flax_modules_with_state() -> None:
         assert logs["y"].shape == () and int(logs.call["y"]) == n
     assert int(model.calls[...]) == 2
     assert lox.nolog(loss)(model, jnp.ones(2)).shape == ()
+
+
+# --- Equinox -------------------------------------------------------------------------------------
+
+KINDS = ["lax", "checkpointed", "bounded"]
+STARTS = jnp.array([4.0, 32.0, 1.0])
+HALVED = [[4.0, 2.0], [32.0, 16.0, 8.0, 4.0, 2.0], []]
+
+
+def halving(kind: str) -> Any:
+    """Halve a number until it is at most one, in a loop of Equinox's."""
+    eqxi = library("equinox.internal")
+
+    def body(x: Any) -> Any:
+        lox.log({"x": x})
+        return x / 2
+
+    options = {"base": 2} if kind == "bounded" else {}
+    return lambda x: eqxi.while_loop(lambda x: x > 1, body, x, max_steps=8, kind=kind, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "spooled",
+    [
+        lambda f: lox.spool(jax.vmap(f), capacity=8),
+        lambda f: lox.spool(jax.jit(jax.vmap(f)), capacity=8),
+        lambda f: jax.jit(lox.spool(jax.vmap(f), capacity=8)),
+        lambda f: jax.vmap(lox.spool(f, capacity=8)),
+        lambda f: jax.jit(jax.vmap(lox.spool(f, capacity=8))),
+    ],
+    ids=["spool(vmap)", "spool(jit(vmap))", "jit(spool(vmap))", "vmap(spool)", "jit(vmap(spool))"],
+)
+def test_lanes_of_an_equinox_loop_that_have_finished_do_not_log(kind: str, spooled: Any) -> None:
+    f = halving(kind)
+    out, logs = spooled(f)(STARTS)
+    assert [logs.lane(i)["x"].tolist() for i in range(3)] == HALVED
+    assert out.tolist() == [1.0, 1.0, 1.0]
+    assert lox.spool(f, capacity=8)(4.0)[1]["x"].tolist() == [4.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lanes_of_an_equinox_loop_under_two_vmaps(kind: str) -> None:
+    f = halving(kind)
+    twice = jnp.stack([STARTS, STARTS[::-1]])
+    for g in (
+        lox.spool(jax.vmap(jax.vmap(f)), capacity=8),
+        jax.vmap(lox.spool(jax.vmap(f), capacity=8)),
+        jax.vmap(jax.vmap(lox.spool(f, capacity=8))),
+    ):
+        logs = g(twice)[1]
+        assert [logs.lane(0).lane(i)["x"].tolist() for i in range(3)] == HALVED
+        assert [logs.lane(1).lane(i)["x"].tolist() for i in range(3)] == HALVED[::-1]
+    # One of them has lanes that do not differ.
+    logs = lox.spool(jax.vmap(lambda x: jax.vmap(lambda y: f(x) + y)(jnp.ones(2))), capacity=8)(STARTS)[1]
+    assert logs["x"].shape == (5, 3)
+    assert [logs.lane(i)["x"].tolist() for i in range(3)] == HALVED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lanes_of_an_equinox_loop_are_reduced_and_streamed(kind: str) -> None:
+    f = halving(kind)
+    for g in (lambda how: lox.spool(jax.vmap(f), reduce=how), lambda how: jax.vmap(lox.spool(f, reduce=how))):
+        assert g("count")(STARTS)[1]["x"].tolist() == [2, 5, 0]
+        logs = g("sum")(STARTS)[1]
+        assert logs["x"][:2].tolist() == [6.0, 62.0] and logs.valid["x"].tolist() == [True, True, False]
+
+    received: list[Any] = []
+    for g in (lox.tap(jax.vmap(f), received.append), jax.vmap(lox.tap(f, received.append))):
+        jax.block_until_ready(g(STARTS))
+        jax.effects_barrier()
+        lanes = [[float(logs["x"][i]) for logs in received if logs.valid["x"][i]] for i in range(3)]
+        assert lanes == HALVED
+        received.clear()
+    for g in (lox.tap(jax.vmap(f), received.append, buffer=3), jax.vmap(lox.tap(f, received.append, buffer=3))):
+        jax.block_until_ready(g(STARTS))
+        jax.effects_barrier()
+        assert [[x for logs in received for x in logs.lane(i)["x"].tolist()] for i in range(3)] == HALVED
+        received.clear()
+    with lox.testing.capture() as events:
+        jax.block_until_ready(jax.jit(jax.vmap(f))(STARTS))
+    assert [logs.valid["x"].sum() for logs in events] == [2, 2, 1, 1, 1]
+
+
+def test_a_tap_inside_an_equinox_loop() -> None:
+    eqxi = library("equinox.internal")
+    received: list[Any] = []
+
+    def body(x: Any) -> Any:
+        return lox.tap(lambda x: (lox.log({"x": x}), x / 2)[1], received.append)(x)
+
+    for kind in KINDS:
+        options = {"base": 2} if kind == "bounded" else {}
+        f = lambda x: eqxi.while_loop(lambda x: x > 1, body, x, max_steps=8, kind=kind, **options)  # noqa: B023, E731
+        jax.block_until_ready(jax.vmap(f)(STARTS))
+        jax.effects_barrier()
+        assert [[float(logs["x"][i]) for logs in received if logs.valid["x"][i]] for i in range(3)] == HALVED
+        received.clear()
+
+
+def test_asking_for_any_lane_is_not_having_finished() -> None:
+    eqxi = library("equinox.internal")
+
+    def f(x: Any) -> Any:  # all lanes go on until the last has finished
+        return jax.lax.while_loop(lambda x: eqxi.unvmap_any(x > 1), lambda x: (lox.log({"x": x}), x / 2)[1], x)
+
+    logs = lox.spool(jax.vmap(f), capacity=8)(STARTS)[1]
+    assert logs.lane(0)["x"].tolist() == [4.0, 2.0, 1.0, 0.5, 0.25]
