@@ -29,6 +29,7 @@ from lox import neptune as neptune
 from lox import store as store
 from lox import testing as testing
 from lox import wandb as wandb
+from lox._errors import KeyNotFoundError as KeyNotFoundError
 from lox._errors import LogTypeError as LogTypeError
 from lox._errors import LoxError as LoxError
 from lox._errors import LoxWarning as LoxWarning
@@ -47,6 +48,7 @@ from lox._log_grad import log_grad as log_grad
 from lox._logdict import logdict as logdict
 from lox._nolog import keep as keep
 from lox._nolog import nolog as nolog
+from lox._nolog import strip as strip
 from lox._primitive import log as log
 from lox._progress import progress as progress
 from lox._reduce import Reduction as Reduction

@@ -7,16 +7,19 @@
   * LogTypeError     something that cannot be logged (also a TypeError)
   * OptionError      an option that does not exist or makes no sense (also a ValueError)
   * StepError        a step that was never logged (also an AttributeError)
+  * KeyNotFoundError a key that was never logged (also a KeyError)
   * NonFiniteError   a logged value that is NaN or infinite, found by `watch` (also a FloatingPointError)
   * StoreError       a file that cannot be written or read (also an OSError)
     * RunNotFoundError   no such run, or no runs at all (also a FileNotFoundError)
     * RunExistsError     a run that shall not be there, but is (also a FileExistsError)
 
-LoxWarning, a UserWarning, reports what is not wrong but should be known: events dropped for want of capacity.
+LoxWarning, a UserWarning, reports what is not wrong but should be known: events dropped for want of capacity, or a
+selection that matches nothing.
 
 Messages say which key, where it was logged, why it cannot be and what to do instead.
 """
 
+import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,6 +52,14 @@ class OptionError(LoxError, ValueError):
 
 class StepError(LoxError, AttributeError):
     """A step that was never logged."""
+
+
+class KeyNotFoundError(LoxError, KeyError):
+    """A key that was never logged."""
+
+    def __str__(self) -> str:
+        # Not that of KeyError, which shows the message in quotes.
+        return str(self.args[0]) if self.args else ""
 
 
 class NonFiniteError(LoxError, FloatingPointError):
@@ -114,6 +125,12 @@ def listing(names: Iterable[str]) -> str:
     if len(quoted) < 2:
         return "".join(quoted) or "none"
     return f"{', '.join(quoted[:-1])} and {quoted[-1]}"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, if one of the names is close to the one given; else nothing."""
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def unbounded_loop(key: str, site: str) -> SpoolError:

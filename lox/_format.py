@@ -23,6 +23,24 @@ def compact(logs: "logdict") -> str:
     return "{" + ", ".join(f"{k!r}: {_value(v, logs.valid.get(k))}" for k, v in logs.items()) + "}"
 
 
+def with_steps(logs: "logdict") -> str:
+    """`{'loss': 0.1} step=3`: a step that all keys have in common once, others by key."""
+    if logs.valid:
+        logs = logs.without_empty_slots()
+    parts = [compact(logs)]
+    for name, of in logs.steps.items():
+        steps = {key: _step(of[key], logs.valid.get(key)) for key in logs if key in of}
+        common = set(steps.values()) if len(steps) == len(logs) else set()
+        by_key = "{" + ", ".join(f"{key!r}: {text}" for key, text in steps.items()) + "}"
+        parts.append(f"{name}={common.pop() if len(common) == 1 else by_key}")
+    return " ".join(parts)
+
+
+def _step(step: Any, valid: Any) -> str:
+    # A step that is the same in all lanes has no place for those that are missing.
+    return _value(step, valid if np.shape(step) == np.shape(valid) else None)
+
+
 def _is_abstract(x: Any) -> bool:
     return isinstance(x, _compat.Tracer) or (not hasattr(x, "__array__") and not np.isscalar(x))
 

@@ -14,41 +14,70 @@ from jax.interpreters import ad, batching, mlir
 
 from lox import _compat, _errors, _select
 from lox._event import Event
-from lox._lanes import Laned
-from lox._primitive import bind, call_site
+from lox._lanes import Flags, Laned
+from lox._primitive import as_step, bind, call_site
 from lox._reduce import resolve
 
 log_grad_p = _compat.Primitive(_compat.LOG_GRAD_NAME)
 log_grad_p.multiple_results = True
-log_grad_p.def_abstract_eval(lambda *avals, event: list(avals))
-log_grad_p.def_impl(lambda *xs, event: list(xs))
-mlir.register_lowering(log_grad_p, lambda ctx, *xs, event: list(xs))
-batching.primitive_batchers[log_grad_p] = lambda xs, dims, event: (log_grad_p.bind(*xs, event=event), dims)
 
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """What will be known of the event before there is a cotangent."""
+    """What will be known of the event before there is a cotangent.
+
+    The operands of the primitive are the arrays, of which `treedef` has so many, and the steps; `flags` has the lanes
+    of each.
+    """
 
     keys: tuple[str]
     treedef: Any
+    steps: tuple[str, ...]
     reduction: Any
     tags: frozenset[str]
     explicit: bool
     seen: bool
     site: str
+    flags: tuple[Flags, ...]
+
+    def of(self, operands: Any) -> Any:
+        """The arrays among the operands."""
+        return operands[: self.treedef.num_leaves]
 
 
-def _transpose(cotangents: Any, *xs: Any, event: Label) -> list[Any]:
-    del xs
+log_grad_p.def_abstract_eval(lambda *avals, event: list(event.of(avals)))
+log_grad_p.def_impl(lambda *operands, event: list(event.of(operands)))
+mlir.register_lowering(log_grad_p, lambda ctx, *operands, event: list(event.of(operands)))
+
+
+def _batch(operands: Any, dims: Any, *, event: Label) -> Any:
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    flags = tuple((d is not None, *f) for d, f in zip(dims, event.flags, strict=True))
+    outs = log_grad_p.bind(*moved, event=dataclasses.replace(event, flags=flags))
+    return outs, [None if d is None else 0 for d in event.of(dims)]
+
+
+batching.primitive_batchers[log_grad_p] = _batch
+
+
+def _jvp(primals: Any, tangents: Any, *, event: Label) -> Any:
+    outs = log_grad_p.bind(*primals, event=event)
+    if all(type(t) is ad.Zero for t in event.of(tangents)):
+        return outs, list(event.of(tangents))
+    smooth = map(ad.instantiate_zeros, event.of(tangents))
+    return outs, log_grad_p.bind(*smooth, *primals[event.treedef.num_leaves :], event=event)
+
+
+def _transpose(cotangents: Any, *operands: Any, event: Label) -> list[Any]:
     grads = [ad.instantiate_zeros(ct) for ct in cotangents]
     (key,) = event.keys
+    laned = [Laned(x, f) for x, f in zip([*grads, *operands[len(grads) :]], event.flags, strict=True)]
     bind(
         Event(
-            values={key: [Laned(g) for g in grads]},
+            values={key: laned[: len(grads)]},
             treedefs={key: event.treedef},
             reductions={key: event.reduction},
-            steps={},
+            steps=dict(zip(event.steps, laned[len(grads) :], strict=True)),
             weight=None,
             mask=None,
             tags=event.tags,
@@ -57,10 +86,11 @@ def _transpose(cotangents: Any, *xs: Any, event: Label) -> list[Any]:
             site=event.site,
         )
     )
-    return grads
+    return [*grads, *[None] * len(event.steps)]
 
 
-ad.deflinear2(log_grad_p, _transpose)
+ad.primitive_jvps[log_grad_p] = _jvp
+ad.primitive_transposes[log_grad_p] = _transpose
 
 
 def log_grad(
@@ -70,6 +100,7 @@ def log_grad(
     tags: str | Iterable[str] = (),
     reduce: Any = None,
     explicit: bool = False,
+    **steps: Any,
 ) -> Any:
     """Return `x` unchanged, and log the gradient that arrives at it in the backward pass.
 
@@ -81,7 +112,14 @@ def log_grad(
     >>> print(grad, logs)
     12.0 {'dy': 3.0}
 
-    Without a backward pass nothing is logged.
+    Without a backward pass nothing is logged. The backward pass goes through a program from its end to its beginning:
+    of several events, that of the last iteration of a loop comes first. Steps tell which is which:
+
+    >>> def g(x):
+    ...     return jax.lax.fori_loop(0, 3, lambda i, x: lox.log_grad("dx", 2 * x, step=i), x)
+    >>> _, logs = lox.spool(jax.grad(g))(1.0)
+    >>> print(logs, logs.step)
+    {'dx': [1.0, 2.0, 4.0]} {'dx': [2, 1, 0]}
 
     Args:
         name: The key.
@@ -89,6 +127,7 @@ def log_grad(
         tags: Labels by which `spool`, `tap`, `nolog` and `keep` can select.
         reduce: How `spool` shall combine the events, as for `lox.log`.
         explicit: Appear only when asked for by name or tag.
+        **steps: Where in the run the event belongs, as for `lox.log`.
 
     Returns:
         `x`.
@@ -101,14 +140,18 @@ def log_grad(
         raise _errors.LogTypeError(f"`lox.log_grad` cannot log {name!r}: {x!r} holds no floating-point array.")
     # The others are no part of the value: a None in a pytree is nothing.
     grads = jax.tree.unflatten(treedef, [0.0 if s else None for s in smooth])
+    arrays = [jnp.asarray(v) for v, s in zip(leaves, smooth, strict=True) if s]
+    arrays += [as_step(step, number) for step, number in steps.items()]
     event = Label(
         (name,),
         jax.tree.structure(grads),
+        tuple(steps),
         resolve(reduce, name),
         frozenset(_select.names("tags", tags)),
         explicit,
         seen=False,
         site=call_site(),
+        flags=((),) * len(arrays),
     )
-    outs = iter(log_grad_p.bind(*[jnp.asarray(v) for v, s in zip(leaves, smooth, strict=True) if s], event=event))
+    outs = iter(log_grad_p.bind(*arrays, event=event))
     return jax.tree.unflatten(treedef, [next(outs) if s else v for v, s in zip(leaves, smooth, strict=True)])

@@ -1,6 +1,7 @@
 """`logdict`: what users get logs as."""
 
 import fnmatch
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -61,14 +62,16 @@ class logdict(dict[str, Any]):
     {'carry': 1.3333334} {'carry': [1, 3]} {'carry': [0, 1, 3, 0, 1, 3]}
 
     Attributes:
-        steps: For each step name, the steps of each key; `logs.step` is short for `logs.steps["step"]`.
-        valid: For each key whose events did not all happen, a boolean for every slot. Empty if nothing is ragged.
+        steps: For each step name, the steps of each key; `logs.step` is short for `logs.steps["step"]`, which is the
+            only way to a step that is called like a method, such as `update` or `items`.
+        valid: For each key whose events did not all happen, a boolean for every slot. Empty if nothing is ragged; all
+            true for a key of which every event happened.
         dropped: For each key with a capacity, how many events did not fit.
     """
 
     steps: dict[str, dict[str, Any]]
-    valid: dict[str, Any]
     dropped: dict[str, Any]
+    _valid: dict[str, Any]
     _layouts: dict[str, Layout]
 
     def __init__(
@@ -82,7 +85,7 @@ class logdict(dict[str, Any]):
     ):
         super().__init__(data)
         self.steps = {name: dict(of) for name, of in (steps or {}).items()}
-        self.valid = dict(valid or {})
+        self._valid = dict(valid or {})
         self.dropped = dict(dropped or {})
         self._layouts = dict(layouts or {})
 
@@ -94,7 +97,21 @@ class logdict(dict[str, Any]):
         if name in self.steps:
             return _Steps(self.steps[name])
         known = f"The steps are {_errors.listing(self.steps)}." if self.steps else "Nothing was logged with a step."
-        raise _errors.StepError(f"these logs have no step {name!r}. {known}")
+        hint = _errors.nearest(name, [*self.steps, *(n for n in dir(logdict) if n[0] != "_" and n != "steps")])
+        # With a name, or Python would look for a suggestion of its own.
+        raise _errors.StepError(f"these logs have no step {name!r}. {known}{hint}", name=name)
+
+    def __missing__(self, key: Any) -> Any:
+        raise _no_key(key, self)
+
+    @property
+    def valid(self) -> dict[str, Any]:
+        """Which slots of each key happened."""
+        return _Valid(self)
+
+    @valid.setter
+    def valid(self, valid: Mapping[str, Any]) -> None:
+        self._valid = dict(valid)
 
     def _of_present(self, of: Mapping[str, Any]) -> dict[str, Any]:
         return {k: of[k] for k in self if k in of}
@@ -105,7 +122,7 @@ class logdict(dict[str, Any]):
         children = (
             (jax.tree_util.GetAttrKey("values"), {k: self[k] for k in sorted(self)}),
             (jax.tree_util.GetAttrKey("steps"), steps),
-            (jax.tree_util.GetAttrKey("valid"), self._of_present(self.valid)),
+            (jax.tree_util.GetAttrKey("valid"), self._of_present(self._valid)),
             (jax.tree_util.GetAttrKey("dropped"), self._of_present(self.dropped)),
         )
         layouts = tuple((k, self._layout(k)) for k in sorted(self))
@@ -120,7 +137,7 @@ class logdict(dict[str, Any]):
         logs = cls.__new__(cls)
         for key in keys:
             logs[key] = values[key]
-        logs.__dict__ = {"steps": steps, "valid": valid, "dropped": dropped, "_layouts": dict(layouts)}
+        logs.__dict__ = {"steps": steps, "_valid": valid, "dropped": dropped, "_layouts": dict(layouts)}
         return logs
 
     def _layout(self, key: str) -> Layout:
@@ -200,14 +217,13 @@ class logdict(dict[str, Any]):
 
     # --- choosing and renaming ---
 
-    def filter(self, which: str | Iterable[str] | Callable[[str], bool]) -> "logdict":
-        """The keys that match: names, globs such as `"train/*"`, or a function of the key."""
+    def filter(self, which: str | Iterable[str] | Callable[..., Any]) -> "logdict":
+        """The keys that match: names, globs such as `"train/*"`, or a function of the key, or of key and value."""
         if callable(which):
-            chosen = which
-        else:
-            patterns = [which] if isinstance(which, str) else list(which)
-            chosen = lambda key: any(fnmatch.fnmatchcase(key, p) for p in patterns)  # noqa: E731
-        return self._replace({k: v for k, v in self.items() if chosen(k)})
+            with_value = _takes_two(which)
+            return self._replace({k: v for k, v in self.items() if (which(k, v) if with_value else which(k))})
+        patterns = [which] if isinstance(which, str) else list(which)
+        return self._replace({k: v for k, v in self.items() if any(fnmatch.fnmatchcase(k, p) for p in patterns)})
 
     def prefix(self, prefix: str) -> "logdict":
         """The same logs with `prefix` in front of every key."""
@@ -455,6 +471,66 @@ def warn_of_dropped(logs: logdict, stacklevel: int) -> None:
                 _errors.LoxWarning,
                 stacklevel=stacklevel,
             )
+
+
+def _no_key(key: Any, logs: logdict) -> _errors.KeyNotFoundError:
+    hint = _errors.nearest(key, logs) if isinstance(key, str) else ""
+    known = f"The keys are {_errors.listing(logs)}." if logs else "They are empty."
+    return _errors.KeyNotFoundError(f"these logs have no key {key!r}. {known}{hint}")
+
+
+def _takes_two(fun: Callable[..., Any]) -> bool:
+    """Whether a function needs two arguments."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # some builtins do not tell
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in positional) == 2
+
+
+@jax.tree_util.register_pytree_node_class
+class _Valid(dict[str, Any]):
+    """The masks of ragged keys. Asked for another key, it knows that all of its events happened.
+
+    Made whenever it is asked for, and what changes it changes the logs: kept, it and the logs would refer to each other
+    and live until Python looks for cycles, and with them arrays on devices.
+    """
+
+    def __init__(self, logs: logdict):
+        super().__init__(logs._valid)
+        self._logs = logs
+
+    def __missing__(self, key: str) -> Any:
+        logs = self._logs
+        if key not in logs:
+            raise _no_key(key, logs)
+        return np.ones(np.shape(jax.tree.leaves(logs[key])[0])[: logs._outer(key) + logs._layout(key).events], bool)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        """As a dict."""
+        return (dict(self),), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Any) -> dict[str, Any]:
+        """As a dict."""
+        del aux
+        return children[0]
+
+
+def _writing_through(name: str) -> Callable[..., Any]:
+    def method(self: _Valid, *args: Any, **kwargs: Any) -> Any:
+        getattr(self._logs._valid, name)(*args, **kwargs)
+        return getattr(dict, name)(self, *args, **kwargs)
+
+    return method
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(_Valid, _name, _writing_through(_name))
 
 
 class _Steps(dict[str, Any]):

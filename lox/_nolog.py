@@ -97,3 +97,6 @@ def keep(
         A function with the signature and result of `fun`.
     """
     return _removing(fun, Remove(Selection.of(argnames, tags), inverted=True))
+
+
+strip = nolog  # its other name

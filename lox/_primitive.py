@@ -112,7 +112,8 @@ def log(
         where: A boolean; the event counts only where it is true.
         weight: The event's weight in weighted means.
         explicit: Appear only when asked for by name or tag.
-        **steps: Where in the run the event belongs, such as `step=i`: numbers, read back as `logs.step`.
+        **steps: Where in the run the event belongs, such as `step=i`: numbers, read back as `logs.step`. One that is
+            called like a method of a dict, such as `update`, is read back as `logs.steps["update"]`.
 
     Returns:
         The event as a `logdict`.
@@ -144,7 +145,7 @@ def log(
         values=values,
         treedefs=treedefs,
         reductions=reductions,
-        steps={name: Laned(as_step(x, f"step {name!r}")) for name, x in steps.items()},
+        steps={name: Laned(as_step(name, x)) for name, x in steps.items()},
         weight=None if weight is None else Laned(_as_scalar(weight, "`weight`")),
         mask=None if where is None else Laned(_as_scalar(where, "`where`", bool)),
         tags=frozenset(_select.names("tags", tags)),
@@ -157,6 +158,9 @@ def log(
     return event.as_logdict()
 
 
+_WIDER = "Let JAX use 64 bits, `jax.config.update('jax_enable_x64', True)`, or log it as a float."
+
+
 def as_array(x: Any, what: str) -> Any:
     """An array, or an error that says what is none."""
     if isinstance(x, jax.Array):
@@ -165,14 +169,16 @@ def as_array(x: Any, what: str) -> Any:
         raise _errors.LogTypeError(f"`lox.log` cannot log {what}: {x!r} is no array but {type(x).__name__}.")
     try:
         array = jnp.asarray(x)
-    except (TypeError, ValueError, OverflowError) as error:
+    except OverflowError as error:  # an integer of Python's
+        kind = jax.dtypes.canonicalize_dtype(np.int64)
+        raise _errors.LogTypeError(f"`lox.log` cannot log {what}: {x!r} does not fit into {kind}. {_WIDER}") from error
+    except (TypeError, ValueError) as error:
         raise _errors.LogTypeError(
             f"`lox.log` cannot log {what}: {type(x).__name__} cannot be made an array ({error})."
         ) from error
     if isinstance(x, np.ndarray | np.generic) and not _keeps_integers(x, array.dtype):
         raise _errors.LogTypeError(
-            f"`lox.log` cannot log {what}: {x.dtype} {x} does not fit into {array.dtype}. "
-            "Let JAX use 64 bits, `jax.config.update('jax_enable_x64', True)`, or log it as a float."
+            f"`lox.log` cannot log {what}: {x.dtype} {x} does not fit into {array.dtype}. {_WIDER}"
         )
     return array
 
@@ -182,9 +188,20 @@ def _keeps_integers(x: Any, dtype: Any) -> bool:
     return x.dtype.kind not in "iu" or x.dtype == dtype or np.array_equal(np.asarray(x).astype(dtype), x)
 
 
-def as_step(x: Any, what: str) -> Any:
+_OPTIONS = ("tags", "reduce", "prefix", "where", "weight", "explicit")
+
+
+def as_step(name: str, x: Any) -> Any:
     """A number that can be a step."""
-    step = _as_scalar(x, what)
+    try:
+        step = _as_scalar(x, f"step {name!r}")
+    except _errors.LogTypeError as error:
+        hint = _errors.nearest(name, _OPTIONS)
+        if name == "steps" and isinstance(x, Mapping):
+            hint = f" Write `{', '.join(f'{k}={v!r}' for k, v in x.items())}`: every step is an argument of its own."
+        if not hint:
+            raise
+        raise _errors.LogTypeError(f"{error} Arguments that lox does not know are steps.{hint}") from error
     # An event without this step has -1 for it, which has to fit.
     small = step.dtype.kind == "b" or (step.dtype.kind == "u" and step.dtype.itemsize < 4)
     return step.astype(jnp.int32) if small else step

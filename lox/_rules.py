@@ -463,7 +463,7 @@ def _log_grad(run: Run, primitive: Any, params: dict[str, Any], args: list[Any])
     """It logs when the function is differentiated from outside, which makes it a derivative rule like others."""
     handler, event = run.handler.for_rules(), params["event"]
     if not handler.wants(event, run.inside):
-        return args
+        return args[: event.treedef.num_leaves]
     seen = event.seen or isinstance(handler, MarkSeen)
     return primitive.bind(*args, event=dataclasses.replace(event, seen=seen))
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from lox import _errors
+from lox import _errors, _format
 from lox._logdict import logdict
 
 _CHOICES = ("console", "off")
@@ -57,4 +57,9 @@ def deliver(logs: logdict, token: int = 0) -> None:
     if callable(sink):
         sink(logs)
     elif sink == "console":
-        print(logs)
+        show(logs)
+
+
+def show(logs: logdict) -> None:
+    """Print one event: `{'loss': 0.5} step=3`."""
+    print(_format.with_steps(logs))

@@ -259,6 +259,7 @@ def spool(
     reduce: Any = None,
     prefix: str = "",
     capacity: int | Mapping[str, int] | None = None,
+    unify: bool = True,
 ) -> Callable[P, tuple[R, logdict]]:
     """Make a function return its logs beside its result.
 
@@ -284,6 +285,7 @@ def spool(
             of them. `"append"` stacks, which is the default.
         prefix: Put in front of every key.
         capacity: Room for that many events of each key that is logged inside `while_loop`, whose length is unknown.
+        unify: Branches that log differently are always united; for programs that ask for it.
 
     Returns:
         A function with the signature of `fun` that returns `(result, logs)`.
@@ -294,6 +296,10 @@ def spool(
         MismatchError: At the call: events of one key do not fit together.
     """
     prefix = _call.prefix_option(prefix)
+    if not unify:
+        raise _errors.OptionError(
+            "`unify` is False, but branches that log differently are always united: leave it out."
+        )
     handler = Collect(
         Selection.of(argnames, tags),
         _call.reduce_option(reduce),

@@ -23,6 +23,7 @@ from lox._logdict import joined, logdict
 from lox._primitive import bind
 from lox._select import Selection
 from lox._series import Series, Site
+from lox._sink import show
 from lox._spool import Collect
 from lox._state import Buffer, Fold, Room, Tick
 
@@ -408,7 +409,7 @@ class Blocks:
 
 def tap(
     fun: Callable[P, R],
-    callback: Callback = print,
+    callback: Callback = show,
     argnames: str | Iterable[str] | None = None,
     tags: str | Iterable[str] | None = None,
     prefix: str = "",
@@ -436,7 +437,8 @@ def tap(
 
     Args:
         fun: Any function of JAX arrays, jitted or not.
-        callback: Called on the host. What it raises aborts the call. It must not call JAX.
+        callback: Called on the host. What it raises aborts the call. It must not call JAX. By default, the event is
+            printed with its steps: `{'loss': 0.5} step=3`.
         argnames: Stream these keys only; globs such as `"train/*"` are allowed.
         tags: Stream logs with one of these tags only.
         prefix: Put in front of every key.

@@ -26,6 +26,7 @@ def line(fun, offset):
         (lox.LogTypeError, TypeError),
         (lox.OptionError, ValueError),
         (lox.StepError, AttributeError),
+        (lox.KeyNotFoundError, KeyError),
     ],
 )
 def test_family(error, also):

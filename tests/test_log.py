@@ -409,7 +409,7 @@ def test_compiled_functions_follow_the_sink(capsys, compiled):
         jax.effects_barrier()
         return capsys.readouterr().out
 
-    assert run(1) == "{'x': 1}\n"
+    assert run(1) == "{'x': 1} step=1\n"
     lox.config.sink = "off"
     assert run(2) == ""
     events = []
@@ -417,7 +417,7 @@ def test_compiled_functions_follow_the_sink(capsys, compiled):
     assert run(3) == ""
     assert run(4) == ""
     lox.config.sink = "console"
-    assert run(5) == "{'x': 5}\n"
+    assert run(5) == "{'x': 5} step=5\n"
     assert [str(e) for e in events] == ["{'x': 3}", "{'x': 4}"]
     same(events[0].step, {"x": i32(3)})
     assert all(type(x) is np.ndarray or np.isscalar(x) for x in jax.tree.leaves(events))
@@ -521,3 +521,97 @@ def test_import_is_light():
     code = "import sys, lox; print([m for m in ('pandas', 'wandb', 'neptune') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# --- what was meant ---
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tag": "metric"}, "`lox.log` cannot log step 'tag': 'metric' is no array but str. {} Did you mean 'tags'?"),
+        ({"reduction": "mean"}, "`lox.log` cannot log step 'reduction': 'mean' is no array but str. {} "
+         "Did you mean 'reduce'?"),
+        ({"weights": np.ones(2)}, "`lox.log` got step 'weights' with shape (2,): it must be a single number per event. "
+         "Log an array under a key of its own. {} Did you mean 'weight'?"),
+        ({"name": "loss"}, "`lox.log` cannot log step 'name': 'loss' is no array but str."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lox.spool])
+def test_an_argument_that_is_no_step_is_told_what_it_may_be(transform, given, message):
+    with pytest.raises(lox.LogTypeError) as info:
+        transform(lambda: lox.log({"x": 1}, **given))()
+    assert str(info.value) == message.format("Arguments that lox does not know are steps.")
+
+
+def test_steps_as_one_dict_are_told_how_to_write_them():
+    with pytest.raises(lox.LogTypeError, match=r"Write `step=3, episode=1`: every step is an argument of its own\.$"):
+        lox.log({"x": 1}, steps={"step": 3, "episode": 1})
+
+
+WIDER = "Let JAX use 64 bits, `jax.config.update('jax_enable_x64', True)`, or log it as a float."
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (2**31, "2147483648"),
+        (-(2**31) - 1, "-2147483649"),
+        (np.int64(2**31), "int64 2147483648"),
+        (np.uint64(2**63), "uint64 9223372036854775808"),
+    ],
+)
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lox.spool, lox.tap])
+def test_integers_that_need_64_bits_are_told_how_to_get_them(transform, number, text):
+    with pytest.raises(lox.LogTypeError) as info:
+        transform(lambda: lox.log({"x": 1}, step=number))()
+    kind = "uint32" if isinstance(number, np.uint64) else "int32"
+    assert str(info.value) == f"`lox.log` cannot log step 'step': {text} does not fit into {kind}. {WIDER}"
+    with pytest.raises(lox.LogTypeError) as info:
+        transform(lambda: lox.log({"x": [1, number]}))()
+    assert str(info.value) == f"`lox.log` cannot log the value of 'x': {text} does not fit into {kind}. {WIDER}"
+
+
+# --- the console shows steps ---
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_the_console_shows_the_steps_of_an_event(capsys, wrap):
+    def f(x):
+        lox.log({"x": x, "y": 2 * x}, step=3, time=0.5)
+        lox.log({"x": x})
+        return x
+
+    wrap(f)(1)
+    jax.effects_barrier()
+    assert sorted(capsys.readouterr().out.splitlines()) == ["{'x': 1, 'y': 2} step=3 time=0.5", "{'x': 1}"]
+    lox.tap(wrap(f))(1)
+    assert capsys.readouterr().out == "{'x': 1, 'y': 2} step=3 time=0.5\n{'x': 1}\n"
+    lox.tap(wrap(f), print)(1)
+    assert capsys.readouterr().out == "{'x': 1, 'y': 2}\n{'x': 1}\n"  # a logdict prints as it always does
+
+
+def test_the_console_shows_steps_of_lanes(capsys):
+    def f(x, i):
+        lox.log({"x": x}, step=i, shared=5)
+        lox.log({"x": x}, where=x > 0, step=i, shared=5)
+        return x
+
+    jax.vmap(f)(jnp.arange(2), jnp.array([7, 8]))
+    assert capsys.readouterr().out == ("{'x': [0, 1]} step=[7, 8] shared=5\n{'x': [-, 1]} step=[-, 8] shared=5\n")
+
+
+def test_buffered_events_are_printed_with_the_steps_of_each_key(capsys):
+    def f(xs):
+        def body(i, x):
+            lox.log({"x": x}, step=i)
+            lox.log({"y": x}, step=i, where=x > 1)
+            return i + 1, None
+
+        return jax.lax.scan(body, 0, xs)[0]
+
+    lox.tap(f, argnames="x", buffer=2)(jnp.arange(3))
+    lox.tap(f, buffer=3)(jnp.arange(3))
+    assert capsys.readouterr().out == (
+        "{'x': [0, 1]} step=[0, 1]\n{'x': [2]} step=[2]\n{'x': [0, 1, 2], 'y': [2]} step={'x': [0, 1, 2], 'y': [2]}\n"
+    )

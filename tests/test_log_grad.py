@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact import f32, i32, same
 from jax import lax
 
 import lox
@@ -105,3 +106,49 @@ def test_what_has_no_gradient_is_an_error() -> None:
         lox.log_grad("g", 3)
     with pytest.raises(lox.LogTypeError, match=r"^`lox.log_grad` got the name 3: names are strings\.$"):
         lox.log_grad(3, 1.0)  # type: ignore[arg-type]
+
+
+# --- steps ---
+
+
+def stepped(x: Any) -> Any:
+    return lax.scan(
+        lambda c, i: (lox.log_grad("ct", 2 * c, step=i, time=i.astype(x.dtype) / 2), None), x, jnp.arange(3)
+    )[0]
+
+
+@pytest.mark.parametrize(
+    "grad", [jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f)), lambda f: jax.grad(jax.remat(f))]
+)
+def test_steps_come_with_the_cotangents_in_the_order_of_the_backward_pass(grad: Any) -> None:
+    for spooled in (lox.spool(grad(stepped)), jax.jit(lox.spool(grad(stepped)))):
+        grad_x, logs = spooled(X)
+        assert float(grad_x) == 8.0
+        same(logs, {"ct": f32([1, 2, 4])})
+        same(logs.step, {"ct": i32([2, 1, 0])})
+        same(logs.time, {"ct": f32([1, 0.5, 0])})
+
+
+def test_steps_and_lanes() -> None:
+    def each(xs: Any, steps: Any) -> Any:
+        return jax.vmap(lambda x, i: lox.log_grad("ct", x**2, step=i))(xs, steps).sum()
+
+    xs, steps = jnp.arange(1.0, 4.0), jnp.array([5, 6, 7])
+    _, inside = lox.spool(jax.grad(each))(xs, steps)
+    _, outside = lox.spool(jax.vmap(jax.grad(lambda x, i: lox.log_grad("ct", x**2, step=i))))(xs, steps)
+    for logs in inside, outside:
+        same(logs.step["ct"], i32([5, 6, 7]))
+        same(logs.lane(1).step["ct"], i32(6))
+        same(logs.lane(1)["ct"], f32(1))
+
+
+def test_a_step_has_no_part_in_the_gradient() -> None:
+    grad, logs = lox.spool(jax.grad(lambda x: lox.log_grad("ct", x**2, time=x)))(3.0)
+    same((grad, logs["ct"], logs.time["ct"]), (f32(6), f32(1), f32(3)))
+    assert float(jax.grad(jax.grad(lox.nolog(lambda x: lox.log_grad("ct", x**3, time=x))))(2.0)) == 12.0
+    assert float(lox.spool(jax.hessian(lambda x: lox.log_grad("ct", x**3, time=x)))(2.0)[0]) == 12.0
+
+
+def test_a_step_that_is_none_is_an_error() -> None:
+    with pytest.raises(lox.LogTypeError, match=r"step 'tag': 'x' is no array but str.*Did you mean 'tags'\?$"):
+        lox.log_grad("ct", X, tag="x")

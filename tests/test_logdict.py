@@ -1,5 +1,6 @@
 import copy
 import pickle
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -765,3 +766,98 @@ def test_made_by_hand():
     same(logs.reduce("max"), {"x": f32(3)})
     masked = lox.logdict({"x": f32([1, 2, 3])}, valid={"x": boolean([1, 0, 1])})
     same(masked.compact(), {"x": f32([1, 3])})
+
+
+# --- misspelt names, masks of keys that are not ragged, steps named like methods ---
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("redcue", " Did you mean 'reduce'?"),
+        ("stpe", " Did you mean 'step'?"),
+        ("iloc", ""),
+        ("to_datafram", " Did you mean 'to_dataframe'?"),
+    ],
+)
+def test_a_misspelt_attribute_is_told_the_nearest_name(name, hint):
+    _, logs = lox.spool(run)(jnp.arange(3))
+    with pytest.raises(lox.StepError) as info:
+        getattr(logs, name)
+    assert str(info.value) == f"these logs have no step {name!r}. The steps are 'episode' and 'step'.{hint}"
+    lines = traceback.format_exception(info.value)
+    assert lines[-1] == f"lox.StepError: {info.value}\n"  # and Python adds no second one
+
+
+@pytest.mark.parametrize("mapping", [lambda logs: logs, lambda logs: logs.valid])
+def test_a_misspelt_key_is_told_the_nearest_name(mapping):
+    _, logs = lox.spool(run)(jnp.arange(3))
+    with pytest.raises(lox.KeyNotFoundError) as info:
+        mapping(logs)["totl"]
+    assert str(info.value) == "these logs have no key 'totl'. The keys are 'x', 'total' and 'n'. Did you mean 'total'?"
+    assert isinstance(info.value, KeyError)
+    with pytest.raises(lox.KeyNotFoundError, match=r"^these logs have no key 3\. They are empty\.$"):
+        mapping(lox.logdict())[3]
+
+
+def test_the_mask_of_a_key_that_is_not_ragged_is_all_true():
+    _, logs = lox.spool(run)(jnp.arange(3))
+    assert len(logs.valid) == 0 and dict(logs.valid) == {} and logs.valid == {} and not logs.valid
+    assert "x" not in logs.valid and logs.valid.get("x") is None
+    same(logs.valid["x"], boolean([True] * 3))
+    same(logs.valid["total"], boolean([True] * 3))
+    same(logs.valid["n"], boolean(True))
+    _, outside = jax.vmap(lox.spool(run))(jnp.ones((2, 3)))
+    same(outside.valid["x"], boolean([[True] * 3] * 2))
+    _, inside = lox.spool(jax.vmap(run))(jnp.ones((2, 3)))
+    same(inside.valid["x"], boolean([True] * 3))
+    same(jax.jit(lambda logs: logs["x"][np.flatnonzero(logs.valid["x"])])(logs), i32([0, 1, 2]))
+    assert lox.spool(run)(jnp.arange(3))[1].valid["n"]  # also of logs that nobody keeps
+
+
+def test_masks_can_be_changed():
+    _, logs = jax.jit(lox.spool(ragged))(i32([1, -1, 2]))
+    (key,) = logs.valid
+    mask = logs.valid.pop(key)
+    assert logs.valid == {} and logs.valid.pop(key, None) is None
+    logs.valid[key] = mask
+    assert list(logs.valid) == [key] and repr(logs.valid) == repr({key: mask})
+    del logs.valid[key]
+    assert logs.valid == {}
+    logs.valid = {key: mask}
+    same(logs.valid[key], boolean([True, False, True]))
+    logs.valid.update(other=mask)
+    assert logs.valid.setdefault("third", mask) is mask and list(logs.valid) == [key, "other", "third"]
+    assert logs.valid.popitem() == ("third", mask)
+    assert type(copy.copy(logs.valid)) is type(pickle.loads(pickle.dumps(logs.valid))) is dict
+    same(
+        jax.tree.map(np.asarray, logs.valid), {key: boolean([True, False, True]), "other": boolean([True, False, True])}
+    )
+    logs.valid.clear()
+    assert logs.valid == {}
+
+
+@pytest.mark.parametrize("name", ["update", "items", "slice", "valid", "steps"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_step_named_like_a_method_is_read_by_name(name, wrap):
+    def f(x):
+        lox.log({"x": x}, **{name: 7})
+        return x
+
+    _, logs = wrap(lox.spool(f))(1)
+    same(logs.steps[name], {"x": i32(7)})
+    assert getattr(logs, name) is not logs.steps[name]  # that is still the method
+    assert list(logs.items()) == [("x", logs["x"])]
+    same((logs + logs).steps[name]["x"], i32([7, 7]))
+
+
+def test_filter_takes_functions_of_the_key_or_of_key_and_value():
+    logs = lox.logdict({"a": 1, "b": 2, "train/a": 3})
+    assert logs.filter(lambda key: key.endswith("a")) == {"a": 1, "train/a": 3}
+    assert logs.filter(lambda key, value: key < "c" and value > 1) == {"b": 2}
+    assert logs.filter(lambda key, other="b": key == other) == {"b": 2}
+    assert logs.filter({"a", "b"}.__contains__) == {"a": 1, "b": 2}
+    assert logs.filter(str.isalpha) == {"a": 1, "b": 2}
+    _, spooled = lox.spool(run)(jnp.arange(3))
+    few = spooled.filter(lambda key, value: jnp.ndim(jax.tree.leaves(value)[0]) == 0)
+    assert list(few) == ["n"] and list(few.steps) == ["step"]

@@ -699,3 +699,25 @@ def test_count_respects_the_interval():
     _, logs = lox.spool(scanned, reduce="count", interval=2)(jnp.arange(5))
     stacked = lox.spool(scanned, interval=2)(jnp.arange(5))[1].reduce("count")
     assert {k: int(v) for k, v in logs.items()} == {k: int(v) for k, v in stacked.items()}
+
+
+# --- other names ---
+
+
+def test_strip_is_nolog():
+    assert lox.strip is lox.nolog
+    assert spooled_keys(lox.strip(tagged, tags="slow")) == ["train/loss", "train/acc", "lr"]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_unify_is_what_always_happens(wrap):
+    def f(x):
+        def positive(x):
+            lox.log({"positive": x})
+            return x
+
+        return jax.lax.cond(x > 0, positive, lambda x: x, x)
+
+    same(wrap(lox.spool(f, unify=True))(1)[1], {"positive": i32([1])})
+    with pytest.raises(lox.OptionError, match="`unify` is False, but branches that log differently are always united"):
+        lox.spool(f, unify=False)

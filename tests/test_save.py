@@ -672,3 +672,23 @@ def test_threads_log_at_once(tmp_path):
         for thread in threads:
             thread.join()
     assert xs_of(tmp_path) == {str(seed): list(range(50)) for seed in range(4)}
+
+
+# --- modes as files have them ---
+
+
+def test_modes_as_files_have_them(tmp_path):
+    key = jax.random.key(3)
+    lox.save({"x": 1}, tmp_path, key, mode="w")
+    lox.save({"x": 2}, tmp_path, key, mode="a")
+    same(lox.load(tmp_path, key), {"x": np.asarray([1, 2])})
+    with lox.SaveLogger(tmp_path, mode="a") as logger:
+        logger.log(logger.init(key), {"x": np.asarray(3)})
+    same(lox.load(tmp_path, key), {"x": np.asarray([1, 2, 3])})
+    with pytest.raises(lox.RunExistsError):
+        lox.save({"x": 4}, tmp_path, key, mode="x")
+    with lox.SaveLogger(tmp_path, mode="w") as logger:
+        logger.log(logger.init(key), {"x": np.asarray(5)})
+    same(lox.load(tmp_path), {"x": np.asarray([5])})
+    with pytest.raises(lox.OptionError, match="`mode` is 'r'; choose one of 'new', 'append', 'overwrite' and 'error'"):
+        lox.save({"x": 4}, tmp_path, key, mode="r")

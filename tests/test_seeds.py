@@ -254,7 +254,7 @@ def test_while_loop_three_ways_out(capsys):
     same(logs, {"i": f32(1.0)})
 
     y = lox.tap(count_to)(3)
-    assert capsys.readouterr().out == "{'i': 0}\n{'i': 1}\n{'i': 2}\n"
+    assert capsys.readouterr().out == "{'i': 0} step=0\n{'i': 1} step=1\n{'i': 2} step=2\n"
 
 
 def total(lower, upper):

@@ -158,6 +158,7 @@ class Logger:
         reduce: Any = None,
         prefix: str = "",
         capacity: int | Mapping[str, int] | None = None,
+        unify: bool = True,
     ) -> Callable[P, R]:
         """Collect a function's logs and write them when it returns: one host call.
 
@@ -171,13 +172,14 @@ class Logger:
             reduce: Combine the events of each key while the program runs.
             prefix: Put in front of every key.
             capacity: Room for that many events of each key that is logged inside `while_loop`.
+            unify: Branches that log differently are always united.
 
         Returns:
             A function with the signature and the result of `fun`.
         """
         run = self._run_of(state, "spool")
         options: dict[str, Any] = dict(argnames=_names(argnames), tags=_names(tags), keep_logs=keep_logs)
-        options |= dict(interval=interval, reduce=reduce, prefix=prefix, capacity=capacity)
+        options |= dict(interval=interval, reduce=reduce, prefix=prefix, capacity=capacity, unify=unify)
         _spool(fun, **options)  # complains about options now and not at the call
         key = ("spool", self, _hashable(options))
 

@@ -51,7 +51,8 @@ class SaveLogger(Logger):
         path: The directory; the first run creates it. Several loggers may share one.
         mode: What to do with a key that has a run there already, of this logger or an earlier one: `"new"` makes
             another run, `42.1`; `"append"` goes on with the newest; `"overwrite"` replaces it, and with it nothing
-            that lox did not write; `"error"` raises a `lox.RunExistsError`.
+            that lox did not write; `"error"` raises a `lox.RunExistsError`. Short, as for files: `"a"`, `"w"` and
+            `"x"`.
     """
 
     _takes_prng_keys = True

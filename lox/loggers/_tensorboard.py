@@ -10,13 +10,12 @@ import socket
 import time
 from typing import Any, BinaryIO
 
-import jax.numpy as jnp
 import numpy as np
 
 from lox import _errors
 from lox._histogram import Histogram
 from lox._lanes import Laned
-from lox._primitive import as_array
+from lox._primitive import as_step
 from lox.loggers import _host, _tfevents
 from lox.loggers._curves import Curve, CurveLogger
 from lox.loggers._entries import MOST_ELEMENTS
@@ -90,14 +89,14 @@ class TensorBoardLogger(CurveLogger):
         if not isinstance(key, str) or not isinstance(text, str):
             raise _errors.LogTypeError(f"`log_text` got {key!r} and {text!r}: both must be strings.")
         run = self._run_of(state, "log_text")
-        _host.call(functools.partial(self._receive_text, key, text), [run, as_array(step, "`step`").astype(jnp.int32)])
+        _host.call(functools.partial(self._receive_text, key, text), [run, as_step("step", step)])
 
     def _receive_text(self, key: str, text: str, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
         del eager
         numbers, steps, happened = [_host.of_all_lanes(x, lanes) for x in (*operands, where)]
         for number, step in zip(numbers[happened].tolist(), steps[happened].tolist(), strict=True):
             with self._pipeline.isolated(f"writing the text {key!r}"):
-                self._append(self._pipeline.runs[number], _tfevents.text(key, step, text, time.time()))
+                self._append(self._pipeline.runs[number], _tfevents.text(key, int(step), text, time.time()))
         return []
 
     def open(self, run: Run) -> None:

@@ -16,6 +16,7 @@ from lox.store import _group, names
 from lox.store._group import Entry, Group
 
 MODES = ("new", "append", "overwrite", "error")
+_LIKE_OPEN = {"a": "append", "w": "overwrite", "x": "error"}  # as files are opened
 
 
 @dataclasses.dataclass
@@ -78,7 +79,8 @@ def resolve(entries: list[Entry]) -> dict[str, Record]:
 
 
 def check_mode(mode: str) -> str:
-    """The mode, or an error that lists them."""
+    """The mode by its full name, or an error that lists them."""
+    mode = _LIKE_OPEN.get(mode, mode)
     if mode not in MODES:
         raise _errors.OptionError(f"`mode` is {mode!r}; choose one of {_errors.listing(MODES)}.")
     return mode

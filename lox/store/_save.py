@@ -37,14 +37,14 @@ def save(
         path: The directory; it is made if need be.
         key: The PRNG key of the run. An array of keys makes every lane of the logs a run of its own.
         mode: What to do if there is such a run: `"append"` adds to the newest, `"new"` makes another, `"overwrite"`
-            replaces it, `"error"` refuses.
+            replaces it, `"error"` refuses. Short, as for files: `"a"`, `"w"` and `"x"`.
         config: Hyper-parameters, kept as JSON with the run.
 
     Raises:
         StoreError: The directory cannot be written to.
         RunExistsError: The run exists and `mode` is `"error"`.
     """
-    check_mode(mode)
+    mode = check_mode(mode)
     host = _on_host(logs if isinstance(logs, logdict) else logdict(logs))
     data, impl = (None, None) if key is None else words_of(key)
     with Writer(path) as writer:

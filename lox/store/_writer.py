@@ -120,7 +120,7 @@ class Writer:
         mode: str = "new",
     ) -> Array:
         """`open_run` for many at once: names or keys `(run, words)`, and a configuration for each."""
-        _catalog.check_mode(mode)
+        mode = _catalog.check_mode(mode)
         data = None if key_data is None else np.asarray(key_data, np.uint32)
         if data is not None:
             data = data.reshape(-1, data.shape[-1])
