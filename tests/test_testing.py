@@ -44,7 +44,7 @@ def test_compiled_before(capsys):
     compiled(3)
     jax.effects_barrier()
     assert texts(events) == ["{'x': 1}", "{'x': 2}"]
-    assert capsys.readouterr().out == "{'x': 0}\n{'x': 3}\n"
+    assert capsys.readouterr().out == "{'x': 0} step=0\n{'x': 3} step=3\n"
 
 
 def test_compiled_inside_and_called_after(capsys):
