@@ -22,7 +22,7 @@ Write `lox.log` wherever a value is interesting, and decide outside what becomes
 
 __version__ = "0.1.0"
 
-from lox import _batching, _differentiation
+from lox import _batching, _differentiation, _engine, _hidden
 from lox import loggers as loggers
 from lox import logify as logify
 from lox import neptune as neptune
@@ -68,4 +68,5 @@ from lox.store import runs as runs
 from lox.store import save as save
 
 _batching.install()
+_hidden.install(_engine.run_function)
 _differentiation.install()

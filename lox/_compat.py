@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 import sys
+import types
 import weakref
 from typing import Any
 
@@ -40,6 +41,7 @@ Primitive = jex_core.Primitive
 jaxpr_as_fun = jex_core.jaxpr_as_fun
 Trace = jax.core.Trace
 Tracer = jax.core.Tracer
+PjitFunction = type(jax.jit(lambda: None))
 
 # `set_current_trace` and `take_current_trace` are in jax.extend.core since 0.10. Up to 0.9 they were in jax.core, where
 # touching them warns from 0.8.2 on: before there was a new place.
@@ -252,6 +254,120 @@ def make_jaxpr(fun: Any, avals: Any) -> Any:
     return jax.make_jaxpr(fun)(*avals)
 
 
+# --- programs that log, and what hides it --------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LogMark:
+    """Says what a compiled program logs, or a Python function that a primitive holds."""
+
+    keys: tuple[str, ...]
+    site: str
+
+
+def mark_program(ctx: Any, mark: LogMark) -> None:
+    """Mark the program that is being lowered. JAX carries along whatever shall live as long as the executable."""
+    if not ctx.module_context.lowering_parameters.for_export:  # only what can be written to a file may be exported
+        ctx.module_context.add_keepalive(mark)
+
+
+def _mark_of(executable: Any) -> LogMark | None:
+    kept = getattr(getattr(executable, "unsafe_call", None), "keepalive", None)
+    return next((x for x in kept or () if isinstance(x, LogMark)), None)
+
+
+def watch_dispatch(check: Any) -> None:
+    """Keep programs that log out of the cache of JAX's C++ dispatch, and `check(mark, frame)` each of their calls.
+
+    JAX leaves out programs with effects, but asks their jaxpr, which does not know of those that a primitive hides.
+    """
+    from jax._src import pjit
+
+    original = pjit._get_fastpath_data
+
+    @functools.wraps(original)
+    def _get_fastpath_data(executable: Any, *args: Any, **kwargs: Any) -> Any:
+        mark = _mark_of(executable)
+        if mark is None:
+            return original(executable, *args, **kwargs)
+        check(mark, sys._getframe())
+        return None
+
+    pjit._get_fastpath_data = _get_fastpath_data
+
+
+def watch_executables(check: Any) -> None:
+    """`check(mark)` whenever the result of `jit(f).lower(...).compile()` is called and contains logs."""
+    original = jax.stages.Compiled.__call__
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mark = _mark_of(self._executable)
+        if mark is not None:
+            check(mark)
+        return original(self, *args, **kwargs)
+
+    jax.stages.Compiled.__call__ = __call__
+
+
+def watch_staging(check: Any) -> None:
+    """`check(mark, frame)` whenever a jit that logs becomes part of a larger program: its body may be traced already."""
+    from jax._src.interpreters import partial_eval
+
+    rules = partial_eval.custom_staging_rules
+    jit_p = jex_core.primitives.jit_p
+    original = rules[jit_p]
+
+    def staging_rule(trace: Any, *args: Any, **params: Any) -> Any:
+        if log_effect in params["jaxpr"].effects:
+            check(first_log(jit_p, params), sys._getframe())
+        return original(trace, *args, **params)
+
+    rules[jit_p] = staging_rule
+
+
+def _find_abstract_evaluation() -> Any:
+    probe = Primitive("lox_probe")
+    probe.def_abstract_eval(lambda: None)
+    return probe.abstract_eval.__code__  # type: ignore[attr-defined]
+
+
+# What runs the abstract evaluation of every primitive that claims to have no effects.
+WITHOUT_EFFECTS = _find_abstract_evaluation()
+
+# Primitives that hold Python functions which were seen to log: the functions, kept alive, and what they log.
+_hidden: dict[Any, list[tuple[list[Any], LogMark]]] = {}
+
+
+def note_hidden(primitive: Any, params: dict[str, Any], mark: LogMark) -> None:
+    """Remember that an equation with these parameters calls a Python function that logs."""
+    if hidden_log(primitive, params) is None:
+        _hidden.setdefault(primitive, []).append((_functions_in(params), mark))
+
+
+def hidden_log(primitive: Any, params: dict[str, Any]) -> LogMark | None:
+    """What the Python functions that an equation holds are known to log."""
+    known = _hidden.get(primitive)
+    if known is None:
+        return None
+    functions = set(map(id, _functions_in(params)))
+    return next((mark for held, mark in known if functions == set(map(id, held))), None)
+
+
+def _functions_in(params: dict[str, Any]) -> list[Any]:
+    found, pending = [], list(params.values())
+    while pending:
+        value = pending.pop()
+        if isinstance(value, tuple | list):
+            pending += value
+        elif isinstance(value, functools.partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.FunctionType | types.MethodType | PjitFunction):
+            found.append(value)
+    return found
+
+
+LOG_NAME = "lox_log"
 LOG_GRAD_NAME = "lox_log_grad"
 _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 _JAX_HOME = os.path.dirname(jax.__file__)
@@ -277,7 +393,8 @@ def _concerns(jaxpr: Any) -> tuple[bool, bool]:
 
 
 def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple[bool, bool]:
-    logs = log_effect in effects
+    logs = log_effect in effects or hidden_log(primitive, params) is not None
+    logs = logs or log_effect in getattr(params.get("exported"), "unordered_effects", ())  # of `jax.export`
     rules = is_custom_call(primitive) and not _is_jax_own(params.get("call_jaxpr"))
     rules = rules or primitive.name == LOG_GRAD_NAME
     for jaxpr in sub_jaxprs(params):
@@ -302,14 +419,28 @@ def calls_host(jaxpr: Any) -> bool:
     return emit_effect in jaxpr.effects
 
 
-def eqn_has_logs(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether an equation with these parameters contains logs."""
-    return any(_concerns(jaxpr)[0] for jaxpr in sub_jaxprs(params))
+def eqn_has_logs(primitive: Any, params: dict[str, Any], effects: Any = ()) -> bool:
+    """Whether an equation with these parameters, and effects if they are known, contains logs."""
+    return _eqn_concerns(primitive, params, effects)[0]
 
 
-def eqn_concerns(primitive: Any, params: dict[str, Any]) -> bool:
+def eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any = ()) -> bool:
     """Whether an equation contains logs, or derivative rules that might log."""
-    return any(_eqn_concerns(primitive, params, ()))
+    return any(_eqn_concerns(primitive, params, effects))
+
+
+def first_log(primitive: Any, params: dict[str, Any]) -> LogMark:
+    """Keys and source line of the first log inside an equation, for messages."""
+    if primitive.name == LOG_NAME:
+        return LogMark(params["meta"].keys, params["meta"].site)
+    hidden = hidden_log(primitive, params)
+    if hidden is not None:
+        return hidden
+    for jaxpr in sub_jaxprs(params):
+        for eqn in split_jaxpr(jaxpr)[0].eqns:
+            if eqn_has_logs(eqn.primitive, eqn.params, eqn.effects):
+                return first_log(eqn.primitive, eqn.params)
+    return LogMark((), "an unknown line")
 
 
 def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
@@ -543,9 +674,6 @@ def is_plain_jit(params: dict[str, Any]) -> bool:
 def manual_axes(params: dict[str, Any]) -> Any:
     """The mesh axes that a shard_map makes manual."""
     return params.get("newly_manual_axes", params.get("manual_axes"))  # since 0.10 / up to 0.9
-
-
-PjitFunction = type(jax.jit(lambda: None))
 
 
 @lu.transformation2

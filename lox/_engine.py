@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 
-from lox import _compat, _emit, _errors
+from lox import _compat, _emit, _errors, _hidden
 from lox._event import Event, Meta
 from lox._primitive import bind, log_p
 
@@ -249,7 +249,7 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
             evaluating = self.parent is _compat.eval_trace
             concerns = _compat.eqn_has_logs if evaluating else _compat.eqn_concerns
             if not concerns(primitive, params):
-                return primitive.bind(*tracers, **params)
+                return _hidden.pass_on(primitive, tracers, params)
             run, handler = self.run, self.run.handler
             with _announced(run, lambda: tally_of(primitive, params, run.here(), handler.counts)):
                 return (run_compiled if evaluating else apply_rule)(run, primitive, params, tracers)
@@ -350,7 +350,8 @@ def run_function(
 ) -> tuple[Any, Run]:
     """Call `fun`, its logs handed to `handler`, which begins with its initial state if no other is given."""
     run = Run(handler, handler.initial_state() if state is None else state)
-    with _compat.take_current_trace() as parent, _compat.set_current_trace(LogTrace(parent, run)):
+    current = _compat.take_current_trace()
+    with _hidden.transforming(), current as parent, _compat.set_current_trace(LogTrace(parent, run)):
         out = fun(*args, **kwargs)
     if isinstance(out, _LATER):
         raise _errors.runs_later(fun, type(out).__name__)
@@ -394,7 +395,8 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     pending: list[Any] = []
     for eqn in _live_equations(run.handler, opened, run.here()):
         called = run.handler.sees_calls and _compat.emit_effect in eqn.effects
-        if eqn.primitive is not log_p and not called and not _compat.eqn_concerns(eqn.primitive, eqn.params):
+        concerned = eqn.primitive is log_p or _compat.eqn_concerns(eqn.primitive, eqn.params, eqn.effects)
+        if not (concerned or called):
             pending.append(eqn)
             continue
         if pending:
@@ -414,7 +416,7 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
                 params = eqn.params
                 if run.handler.masks_lanes and eqn.primitive.name == "cond":
                     params, values = _rules().masked_cond(params, values, jaxpr, eqn.invars[0], args)
-                outs = apply_rule(run, eqn.primitive, params, values)
+                outs = apply_rule(run, eqn.primitive, params, values, eqn.effects)
         env.update(zip(eqn.outvars, outs, strict=True))
     if pending:
         _compat.eval_equations(jaxpr, pending, env)
@@ -452,15 +454,15 @@ def _wants_any(handler: Handler, jaxpr: Any, path: str) -> bool:
     return _compat.has_logs(jaxpr) and any(_has_use(handler, eqn, path) for eqn in _compat.split_jaxpr(jaxpr)[0].eqns)
 
 
-def apply_rule(run: Run, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+def apply_rule(run: Run, primitive: Any, params: dict[str, Any], args: Sequence[Any], effects: Any = ()) -> list[Any]:
     """Rebuild one primitive that contains logs."""
     run.inside = run.here()
     rule = _rules().RULES.get(primitive.name)
     if rule is None:
-        if not _compat.eqn_has_logs(primitive, params):  # but derivative rules, which there is no way to reach
+        if not _compat.eqn_has_logs(primitive, params, effects):  # but derivative rules: there is no way to reach them
             return primitive.bind(*args, **params)
-        keys, site = first_log(params)
-        raise _errors.opaque_primitive(primitive.name, keys, site)
+        mark = _compat.first_log(primitive, params)
+        raise _errors.opaque_primitive(primitive.name, mark.keys, mark.site)
     return rule(run, primitive, params, list(args))
 
 
@@ -469,17 +471,6 @@ def _rules() -> Any:
     from lox import _rules  # the rules build on the engine
 
     return _rules
-
-
-def first_log(params: dict[str, Any]) -> tuple[list[str], str]:
-    """Keys and source line of the first log inside an equation, for messages."""
-    for jaxpr in _compat.sub_jaxprs(params):
-        for eqn in _compat.split_jaxpr(jaxpr)[0].eqns:
-            if eqn.primitive is log_p:
-                return list(eqn.params["meta"].keys), eqn.params["meta"].site
-            if _compat.eqn_has_logs(eqn.primitive, eqn.params):
-                return first_log(eqn.params)
-    return [], "an unknown line"
 
 
 def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:
@@ -590,8 +581,8 @@ _compiled: Any = weakref.WeakKeyDictionary()
 
 def run_compiled(run: Run, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """Rebuild and run a primitive at once, such that the next time nothing is traced or compiled again."""
-    if primitive.name == "jit":
-        return apply_rule(run, primitive, params, args)  # compiles by itself, with its own options
+    if primitive.name == "jit" or primitive.name not in _rules().RULES:
+        return apply_rule(run, primitive, params, args)  # compiles by itself, with its own options, or is an error
     run.inside = run.here()
     anchor, *others = _compat.sub_jaxprs(params)
     # The key must not keep the anchor alive, hence identities.

@@ -20,7 +20,7 @@ Messages say which key, where it was logged, why it cannot be and what to do ins
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,14 +161,24 @@ def cannot_read(file: object, error: OSError) -> StoreError:
     return refused
 
 
-def opaque_primitive(name: str, keys: Iterable[str], site: str) -> TransformError:
+def opaque_primitive(name: str, keys: Sequence[str], site: str) -> TransformError:
     """For a log inside a primitive without a rule."""
     return TransformError(
-        f"cannot reach the log of {listing(keys)}: it is inside `{name}`, "
+        f"cannot reach the log of {listing(keys) if keys else 'an unknown key'}: it is inside `{name}`, "
         "whose body lox does not know how to rewrite.\n"
         f"  logged at {site}\n"
         "Either log the value outside:   return it from the function and `lox.log` it there\n"
         "or remove the log:              delete the `lox.log` call inside the primitive's body"
+    )
+
+
+def executable(keys: Iterable[str], site: str) -> TransformError:
+    """For a log inside a compiled program that a transformed function calls."""
+    return TransformError(
+        f"cannot reach the log of {listing(keys)}: it is inside an executable, which is compiled already.\n"
+        f"  logged at {site}\n"
+        "Either call the jitted function:      jax.jit(f) instead of jax.jit(f).lower(...).compile()\n"
+        "or compile the transformed function:  jax.jit(lox.spool(f)).lower(...).compile()"
     )
 
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from lox import _compat, _emit, _errors, _reduce, _select, _sink
+from lox import _compat, _emit, _errors, _hidden, _reduce, _select, _sink
 from lox._event import Event, Meta
 from lox._lanes import Laned
 from lox._logdict import logdict
 
-log_p = _compat.Primitive("lox_log")
+log_p = _compat.Primitive(_compat.LOG_NAME)
 log_p.multiple_results = True
 
 
@@ -49,6 +49,7 @@ def _to_sink(meta: Meta, operands: Any, scopes: list[str]) -> None:
 
 
 def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
+    _compat.mark_program(ctx, _compat.LogMark(meta.keys, meta.site))
     if meta.seen or meta.explicit or _sink.is_compiled_out():
         return []
     scopes = _compat.scope_names(ctx.name_stack)
@@ -154,6 +155,7 @@ def log(
         site=call_site(),
     )
     if values:
+        _hidden.check_log(_compat.LogMark(tuple(values), event.site), sys._getframe())
         bind(event)
     return event.as_logdict()
 

@@ -64,6 +64,14 @@ def _inline(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -
     return interpret(run, jaxpr, args)
 
 
+def _composite(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    if run.handler.in_place:
+        name = next(name for name, value in params.items() if _compat.is_jaxpr(value))  # it has changed in 0.12
+        return primitive.bind(*args, **{**params, name: transformed(run, params[name], run.state).jaxpr})
+    # The name stands for a function without logs; the body, which does the same, takes its place.
+    return _inline(run, primitive, params, args)
+
+
 def _custom_vmap(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     if not run.handler.in_place:
         # Batched from outside, the function is mapped like any other: the rule knows nothing of the logs.
@@ -561,6 +569,7 @@ RUN_ONCE = frozenset(
         "pjit",
         "remat2",
         "checkpoint",
+        "composite",
         "custom_jvp_call",
         "custom_vjp_call",
         "custom_vmap_call",
@@ -577,6 +586,7 @@ RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "composite": _composite,
     "custom_vmap_call": _custom_vmap,
     "custom_linear_solve": _linear_solve,
     "call_hi_primitive": _high,
