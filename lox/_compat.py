@@ -311,7 +311,7 @@ def watch_executables(check: Any) -> None:
 
 
 def watch_staging(check: Any) -> None:
-    """`check(mark, frame)` whenever a jit that logs becomes part of a larger program: its body may be traced already."""
+    """`check(mark, frame)` whenever a jit that logs becomes part of a program: it may be traced already."""
     from jax._src.interpreters import partial_eval
 
     rules = partial_eval.custom_staging_rules
