@@ -4,10 +4,13 @@ import errno
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
 import lox
+
+HANG = 600  # seconds after which something hangs: no test takes so long, however busy the machine is
 
 
 def start(*arguments, **options):
@@ -16,10 +19,17 @@ def start(*arguments, **options):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
-def finish(process, timeout=120):
-    out, err = process.communicate(timeout=timeout)
+def finish(process):
+    out, err = process.communicate(timeout=HANG)
     assert process.returncode == 0, err
     return out
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def load_whatever_is_whole(path):

@@ -77,7 +77,7 @@ def kill_training(directory, number, seed):
 
 
 def kill(directory, number, seed, write=write_until_killed):
-    """Kill that many writers; print what each had acknowledged."""
+    """Kill that many writers, every other one early on; print what each had acknowledged."""
     rng = random.Random(seed)
     acknowledged = []
     for i in range(number):
@@ -88,7 +88,8 @@ def kill(directory, number, seed, write=write_until_killed):
             os.close(reader)
             write(os.path.join(directory, str(i)), writer, random.Random(child_seed))
         os.close(writer)
-        data = os.read(reader, 8) if write is train_until_killed else b""  # JAX takes a while to start
+        # JAX takes a while to start.
+        data = os.read(reader, 8) if write is train_until_killed or i % 2 else b""
         time.sleep(rng.uniform(0.02, 0.15))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -100,7 +101,7 @@ def kill(directory, number, seed, write=write_until_killed):
 
 
 def tail(directory, number):
-    """Write slowly, so that somebody can watch."""
+    """Write, and wait for somebody who watches every 40 events."""
     with Writer(directory) as writer:
         run = writer.open_run("live", config={"n": number})
         for i in range(number):
@@ -109,16 +110,18 @@ def tail(directory, number):
                 writer.append(run, {"half": np.float32(i)})
             if i % 5 == 4:
                 writer.flush()
-                time.sleep(0.002)
+            if i % 40 == 39:
+                sys.stdin.readline()
 
 
 def tail_training(directory, number):
-    """Train, with pauses and without a flush of one's own, so that somebody can watch."""
+    """Train, without a flush, and wait for somebody who watches; prints the name of the first run."""
     with lox.SaveLogger(directory) as logger:
         run = training(logger, 10)
+        print(logger._pipeline.runs[min(logger._pipeline.runs)].name, flush=True)
         for i in range(number):
             run(10 * i)
-            time.sleep(0.15)
+            sys.stdin.readline()
 
 
 def race_training(directory, number):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from exact import same
 from logger_cases import LaneRecorder, Recorder
+from machine import HANG, wait_for
 from seed_programs import with_steps
 
 import lox
@@ -405,10 +406,11 @@ def test_a_full_queue_makes_the_program_wait():
 
     thread = threading.Thread(target=send)
     thread.start()
-    time.sleep(0.2)
-    assert len(sent) < 5
+    wait_for(lambda: len(sent) == 2)
+    time.sleep(0.2)  # in which others could come
+    assert sent == [0, 1]
     gate.set()
-    thread.join(10)
+    thread.join()
     logger.close()
     assert logger.events == {"0": {"n": [({}, n) for n in range(20)]}}
 
@@ -434,7 +436,7 @@ def run_script(body, tmp_path, **options):
     path.write_text("import sys, os, jax, jax.numpy as jnp, lox\n" + textwrap.dedent(body))
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     return subprocess.run(
-        [sys.executable, path, tmp_path], capture_output=True, text=True, env=env, timeout=60, **options
+        [sys.executable, path, tmp_path], capture_output=True, text=True, env=env, timeout=HANG, **options
     )
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from machine import Disk, finish, load_whatever_is_whole, refuse, start
+from machine import Disk, finish, load_whatever_is_whole, refuse, start, wait_for
 from optional import pyarrow
 
 import lox
@@ -31,9 +32,9 @@ def check_events(logs, least):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_kill_at_any_moment(tmp_path):
-    acknowledged = json.loads(finish(start("kill", tmp_path, KILLS, int(time.time())), timeout=60 + KILLS))
+    acknowledged = json.loads(finish(start("kill", tmp_path, KILLS, int(time.time()))))
     assert len(acknowledged) == KILLS
-    assert sum(acknowledged) > 0
+    assert all(acknowledged[1::2])
     torn = 0
     for i, least in enumerate(acknowledged):
         path = tmp_path / str(i)
@@ -55,22 +56,24 @@ def test_kill_at_any_moment(tmp_path):
 
 
 def test_a_second_process_watches(tmp_path):
-    writer = start("tail", tmp_path, 400)
+    writer = start("tail", tmp_path, 400, stdin=subprocess.PIPE)
     reader = Reader(tmp_path)
-    seen, polls, half = [], 0, []
-    deadline = time.time() + 60
-    while len(seen) < 400 and time.time() < deadline:
+    seen, half = [], []
+
+    def have_come(number):
         for name, logs in reader.poll().items():
             assert name == "live"
-            if "x" in logs:
-                polls += 1
-                seen += logs["x"].tolist()
-            half += logs["half"].tolist() if "half" in logs else []
-        time.sleep(0.001)
+            seen.extend(logs["x"].tolist() if "x" in logs else [])
+            half.extend(logs["half"].tolist() if "half" in logs else [])
+        return len(seen) == number
+
+    for number in range(40, 401, 40):  # it comes bit by bit
+        wait_for(lambda number=number: have_come(number))
+        writer.stdin.write("\n")
+        writer.stdin.flush()
     finish(writer)
     assert seen == [3 * i for i in range(400)]
     assert half == [200]
-    assert polls > 3  # it came bit by bit
     assert reader.poll() == {}
     assert [run.config for run in lox.runs(tmp_path)] == [{"n": 400}]
 

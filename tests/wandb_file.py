@@ -4,8 +4,9 @@ import dataclasses
 import json
 import pathlib
 import struct
-import time
 from typing import Any
+
+from machine import wait_for
 
 BLOCK = 32768
 
@@ -32,15 +33,15 @@ class WandbFile:
         return found
 
 
-def read_all(path, seconds=60.0):
+def read_all(path):
     """All runs in a folder, by name. They must be finished: W&B's own process may take a moment to write that down."""
-    deadline = time.monotonic() + seconds
-    while True:
-        files = [read(file) for file in sorted(pathlib.Path(path).glob("wandb/offline-run-*/run-*.wandb"))]
-        if files and all(file.exit_code is not None for file in files):
-            break
-        assert time.monotonic() < deadline, "a run was not finished"
-        time.sleep(0.005)
+    files = []
+
+    def are_finished():
+        files[:] = [read(file) for file in sorted(pathlib.Path(path).glob("wandb/offline-run-*/run-*.wandb"))]
+        return files and all(file.exit_code is not None for file in files)
+
+    wait_for(are_finished)
     assert len({file.name for file in files}) == len(files)
     return {file.name: file for file in files}
 
