@@ -90,7 +90,7 @@ def test_restored_after_an_exception(capsys):
     assert lox.config.sink == "console"
     compiled(2)
     jax.effects_barrier()
-    assert capsys.readouterr().out == "{'x': 2}\n"
+    assert capsys.readouterr().out == "{'x': 2} step=2\n"
     assert texts(events) == ["{'x': 1}"]
 
 
