@@ -12,18 +12,21 @@ import os
 import sys
 import types
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.extend.linear_util as lu
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import config
+from jax._src import config, sharding_impls
 from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src.dispatch import runtime_tokens as _runtime_tokens
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.mesh import use_abstract_mesh  # in jax.sharding since 0.8
+from jax._src.shard_map import eager_rules as _eager_rules
 from jax._src.sharding_impls import (
     SdyArray,  # pyright: ignore[reportPrivateImportUsage]
     SdyArrayList,  # pyright: ignore[reportPrivateImportUsage]
@@ -85,8 +88,118 @@ def stand_for(trace: Any, parent: Any) -> None:
     the level where an object was made. Functions that log have an effect, for which JAX's C++ cache never answers:
     nothing can pass the trace by.
     """
-    trace._weakref = parent._weakref
+    trace._weakref, trace.stands_for = parent._weakref, parent
 
+
+def underneath(trace: Any) -> Any:
+    """The trace that this one stands for, if it does."""
+    while (parent := getattr(trace, "stands_for", None)) is not None:
+        trace = parent
+    return trace
+
+
+class _CoreForMeshes:
+    """`jax._src.core` as `set_mesh`, `use_mesh` and `get_mesh` see it.
+
+    They may only be used where no transformation is around, and ask whether the current trace is the outermost. One
+    that stands for it is not; but then nothing is being traced. Others that ask must know better: jit runs a function
+    past the trace if there is none.
+    """
+
+    def __init__(self, core: Any):
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def trace_state_clean(self) -> bool:
+        """Whether nothing is being traced."""
+        with set_current_trace(underneath(_core.trace_ctx.trace)):
+            return self._core.trace_state_clean()
+
+
+sharding_impls.core = _CoreForMeshes(sharding_impls.core)  # pyright: ignore[reportPrivateImportUsage]
+
+
+# --- shard_map outside of jit --------------------------------------------------------------------
+
+# There JAX runs the body one primitive at a time, each as a jitted shard_map of its own on arrays with a leading axis
+# for the devices. It goes past all traces with them, but not with a primitive that has a rule of its own for this.
+_on_shards_p = Primitive("lox_on_shards")
+_on_shards_p.multiple_results = True
+
+
+def bind_on_shards(shards: Any, around: Any, primitive: Any, params: dict[str, Any], args: Any) -> Any:
+    """Bind a primitive inside the shard_map that `shards` is the trace of, such that the trace `around` it sees it."""
+    mesh, check = shards.mesh, shards.check
+
+    def axes(aval: Any) -> tuple[Any, ...]:
+        varying = varying_axes(aval) if check else shards.manual_axes
+        return tuple(name for name in mesh.axis_names if name in varying)
+
+    types = [aval_of(x) for x in args]
+    out_types = primitive.abstract_eval(*types, **params)[0]
+    one = not primitive.multiple_results
+    call = _OnShards(
+        primitive,
+        tuple(params.items()),
+        mesh,
+        frozenset(shards.manual_axes),
+        check,
+        tuple(map(axes, types)),
+        tuple(map(axes, [out_types] if one else out_types)),
+    )
+    with set_current_trace(shards):
+        outs = _on_shards_p.bind(*args, call=call, around=around)
+    return outs[0] if one else outs
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnShards:
+    """A primitive on arrays with a leading axis for the devices; equal to others, so that jit knows it again."""
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    mesh: Any
+    manual_axes: frozenset[Any]
+    check: bool
+    in_axes: tuple[tuple[Any, ...], ...]
+    out_axes: tuple[tuple[Any, ...], ...]
+
+    def __call__(self, *args: Any) -> Any:
+        def body(*args: Any) -> list[Any]:
+            outs = self.primitive.bind(*[lax.squeeze(x, [0]) for x in args], **dict(self.params))
+            return [lax.expand_dims(x, [0]) for x in (outs if self.primitive.multiple_results else [outs])]
+
+        specs = [[jax.sharding.PartitionSpec(names) for names in axes] for axes in (self.in_axes, self.out_axes)]
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=tuple(specs[0]),
+            out_specs=specs[1],
+            axis_names=self.manual_axes,
+            check_vma=self.check,
+        )(*args)
+
+
+@_on_shards_p.def_effectful_abstract_eval
+def _abstract_eval_on_shards(*avals: Any, call: _OnShards, around: Any) -> Any:
+    del around
+    outs, effects = call.primitive.abstract_eval(*avals, **dict(call.params))
+    return outs if call.primitive.multiple_results else [outs], effects
+
+
+def _run_on_shards(mesh: Any, *args: Any, call: _OnShards, around: Any) -> Any:
+    with set_current_trace(around), jax.disable_jit(False), use_abstract_mesh(mesh.abstract_mesh), _on_devices_of(mesh):
+        return jax.jit(call)(*args)
+
+
+def _on_devices_of(mesh: Any) -> Any:
+    use = getattr(sharding_impls, "_internal_use_concrete_mesh", None)  # up to 0.7 jit finds them in its arguments
+    return contextlib.nullcontext() if use is None else use(mesh)
+
+
+_eager_rules[_on_shards_p] = _run_on_shards
 
 # --- effects -------------------------------------------------------------------------------------
 
@@ -562,6 +675,83 @@ def with_leading_axes(sharding: Any, count: int) -> Any:
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*[None] * count, *sharding.spec))
 
 
+def explicit_axes(aval: Any) -> tuple[Any, ...]:
+    """By axis of an array the mesh axes over which its type says that it is sharded; nothing if there are none."""
+    sharding = getattr(aval, "sharding", None)
+    spec = () if sharding is None else tuple(sharding.spec)
+    return spec if any(axis is not None for axis in spec) else ()
+
+
+def abstract_sharding(mesh: Any, axes: list[Any]) -> Any:
+    """The sharding of an array's type, by axis of the array; None if no axis is sharded."""
+    if not any(axes):
+        return None
+    mesh = mesh.abstract_mesh if isinstance(mesh, jax.sharding.Mesh) else mesh
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+
+class AxisSharding(NamedTuple):
+    """The mesh axes over which one axis of an array is explicitly sharded."""
+
+    mesh: Any
+    names: Any
+
+
+def explicit_over(mesh: Any, names: Any) -> AxisSharding | None:
+    """How an axis is sharded over these mesh axes, as far as types tell."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    told = tuple(n for n in names if types[n] == jax.sharding.AxisType.Explicit)
+    return AxisSharding(mesh, told[0] if len(told) == 1 else told) if told else None
+
+
+def axis_shardings(x: Any) -> list[AxisSharding | None]:
+    """How each axis of an array is sharded, as far as its type tells; an empty list if it tells nothing."""
+    if not isinstance(x, jax.Array | jax.core.ShapedArray):
+        return []
+    spec = explicit_axes(aval_of(x))
+    if not spec:
+        return []
+    # Outside of jit a sharding takes devices, which only arrays know.
+    sharding: Any = (aval_of(x) if isinstance(x, Tracer) else x).sharding
+    return [None if names is None else AxisSharding(sharding.mesh, names) for names in spec]
+
+
+def shard_axes(x: Any, shardings: dict[int, AxisSharding]) -> Any:
+    """`x` with these of its axes sharded so, and the others as they are."""
+    axes = [*explicit_axes(aval_of(x))] or [None] * x.ndim
+    if all(axes[axis] == sharding.names for axis, sharding in shardings.items()):
+        return x
+    mesh = next(iter(shardings.values())).mesh
+    for axis, sharding in shardings.items():
+        axes[axis] = sharding.names
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+    return _reshard(x, sharding)
+
+
+def _reshard(x: Any, sharding: Any) -> Any:
+    if isinstance(sharding.mesh, jax.sharding.Mesh):
+        if isinstance(x, Tracer):
+            sharding = jax.sharding.NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
+        else:
+            return jax.device_put(x, sharding)  # 0.7 reshards only what is on the devices already
+    return jax.sharding.reshard(x, sharding)
+
+
+def gathered(x: Any, axis: int) -> Any:
+    """`x`, not sharded along an axis: JAX does not pick a single index of one that is."""
+    shardings = axis_shardings(x)
+    sharding = shardings[axis] if shardings else None
+    return x if sharding is None else shard_axes(x, {axis: AxisSharding(sharding.mesh, None)})
+
+
+def zeros_along(x: Any, axis: int) -> Any:
+    """As many zeros as `x` has along an axis, sharded as that is."""
+    zeros = np.zeros(x.shape[axis], np.int32)
+    shardings = axis_shardings(x)
+    sharding = shardings[axis] if shardings else None
+    return jnp.asarray(zeros) if sharding is None else shard_axes(jnp.asarray(zeros), {0: sharding})
+
+
 def aval_of(x: Any) -> Any:
     """The type of a value; types are their own."""
     return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
@@ -573,9 +763,9 @@ def zeros_of(aval: Any) -> Any:
     if sharding is not None and jax.sharding.get_abstract_mesh().empty:
         # An array knows its mesh, but making a new one takes a mesh around. Outside of jit it takes the devices too,
         # which the type does not know; there an array on one device will do.
-        if is_evaluating() or not hasattr(jax.sharding, "use_abstract_mesh"):  # since 0.8
+        if is_evaluating():
             return ad.zeros_like_aval(jax.core.ShapedArray(aval.shape, aval.dtype))
-        with jax.sharding.use_abstract_mesh(sharding.mesh):
+        with use_abstract_mesh(sharding.mesh):
             return ad.zeros_like_aval(aval)
     return ad.zeros_like_aval(aval)
 

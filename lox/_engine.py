@@ -213,7 +213,7 @@ def types_of(tree: Any) -> Any:
 def _signature(state: Any) -> Any:
     leaves, treedef = jax.tree.flatten(state)
     avals = [_compat.aval_of(x) for x in leaves]
-    return treedef, tuple((a.shape, a.dtype, _compat.varying_axes(a)) for a in avals)
+    return treedef, tuple((a.shape, a.dtype, _compat.varying_axes(a), _compat.explicit_axes(a)) for a in avals)
 
 
 # --- Python functions ----------------------------------------------------------------------------
@@ -304,7 +304,9 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
         return self._staged("process_custom_transpose", primitive, (call,), tracers, **params)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
-        return self._staged("process_shard_map", primitive, (fun,), tracers, **params)
+        if _compat.underneath(self) is not _compat.eval_trace:
+            return self._staged("process_shard_map", primitive, (fun,), tracers, **params)
+        return run_on_shards(self.parent, self, primitive, fun, tracers, params)
 
     def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
         return self._staged("process_call", primitive, (fun,), tracers, params)
@@ -317,6 +319,55 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
 
     def cur_qdd(self, x: Any) -> Any:
         return self.parent.cur_qdd(x)
+
+
+class ShardTrace(_compat.Trace):  # type: ignore[misc]
+    """Inside a shard_map that is run at once: what logs is handed to the trace around the shard_map.
+
+    All else goes on, so that values which are the same on all devices stay concrete.
+    """
+
+    def __init__(self, parent: Any, around: LogTrace):
+        super().__init__()
+        self.parent, self.around = parent, around
+        self.requires_low = parent.requires_low
+        _compat.stand_for(self, parent)
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        if primitive is log_p or _compat.eqn_has_logs(primitive, params):
+            return _compat.bind_on_shards(_compat.underneath(self), self.around, primitive, params, tracers)
+        with _compat.set_current_trace(self.parent):
+            return primitive.bind(*tracers, **params)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+        with _compat.set_current_trace(self):
+            return fun.call_wrapped(*tracers)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *args: Any, **params: Any
+    ) -> Any:
+        with _compat.set_current_trace(self):
+            return fun.call_wrapped(*tracers)
+
+    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
+        return run_on_shards(self.parent, self.around, primitive, fun, tracers, params)
+
+    def stage_value(self, val: Any) -> Any:
+        return self.parent.stage_value(val)
+
+    def cur_qdd(self, x: Any) -> Any:
+        return self.parent.cur_qdd(x)
+
+
+def run_on_shards(parent: Any, around: LogTrace, primitive: Any, fun: Any, tracers: Any, params: Any) -> Any:
+    """Run a shard_map at once, what logs in it handed to the trace `around` it."""
+
+    def on_shards(fun: Callable[..., Any], *args: Any) -> Any:
+        with _compat.take_current_trace() as shards, _compat.set_current_trace(ShardTrace(shards, around)):
+            return fun(*args)
+
+    with _compat.set_current_trace(parent):
+        return parent.process_shard_map(primitive, _compat.wrap_rule(fun, on_shards), tracers, **params)
 
 
 def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

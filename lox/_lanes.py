@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lox import _compat
+
 # A flag is a bool, or for the devices of a shard_map the names of the mesh axes over which the array varies.
 Flags = tuple[bool | tuple[str, ...], ...]
 
@@ -48,17 +50,23 @@ class Laned:
 
 
 class Lanes(NamedTuple):
-    """Flags together with the size of each lane axis (0 where the flag is off)."""
+    """Flags together with the size of each lane axis (0 where the flag is off), and how it is explicitly sharded."""
 
     flags: Flags
     sizes: tuple[int, ...]
+    shardings: tuple[Any, ...] = ()  # nothing if none is
 
 
 def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
     """The lanes of an array, sizes read off its shape."""
     leaves = jax.tree.leaves(laned.tree)
     axes = iter(leaves[0].shape[lead:] if leaves else ())
-    return Lanes(laned.flags, tuple(next(axes, 0) if f else 0 for f in laned.flags))
+    sizes = tuple(next(axes, 0) if f else 0 for f in laned.flags)
+    found = _compat.axis_shardings(leaves[0])[lead:] if leaves and any(sizes) else []
+    if not any(found[: laned.ndim]):
+        return Lanes(laned.flags, sizes)
+    rest = iter(found)
+    return Lanes(laned.flags, sizes, tuple(next(rest) if f else None for f in laned.flags))
 
 
 def union(*lanes: Lanes) -> Lanes | None:
@@ -70,6 +78,7 @@ def union(*lanes: Lanes) -> Lanes | None:
         return next(x for x in present if len(x.flags) == depth)
     flags: list[Any] = [False] * depth
     sizes = [0] * depth
+    shardings: list[Any] = [None] * depth
     for x in lanes:
         if x.flags and len(x.flags) != depth:
             return None
@@ -78,7 +87,9 @@ def union(*lanes: Lanes) -> Lanes | None:
                 return None
             if flag or not flags[i]:
                 flags[i], sizes[i] = flag or flags[i], size or sizes[i]
-    return Lanes(tuple(flags), tuple(sizes))
+            if x.shardings:
+                shardings[i] = shardings[i] or x.shardings[i]
+    return Lanes(tuple(flags), tuple(sizes), tuple(shardings) if any(shardings) else ())
 
 
 def _sizes(lanes: Lanes) -> tuple[int, ...]:
@@ -86,11 +97,11 @@ def _sizes(lanes: Lanes) -> tuple[int, ...]:
 
 
 def widen(laned: Laned, lanes: Lanes, lead: int = 0) -> Laned:
-    """The same arrays repeated along the lanes they lack."""
-    if laned.flags == lanes.flags:
-        return laned
-    if len(laned.flags) != len(lanes.flags) and laned.ndim == sum(map(bool, lanes.flags)):
-        return Laned(laned.tree, lanes.flags)
+    """The same arrays repeated along the lanes they lack, and sharded along lanes that are."""
+    if laned.flags == lanes.flags or (
+        len(laned.flags) != len(lanes.flags) and laned.ndim == sum(map(bool, lanes.flags))
+    ):
+        return _sharded(Laned(laned.tree, lanes.flags), lanes, lead)
     have = laned.flags or (False,) * len(lanes.flags)
 
     def widen_array(x: Any) -> Any:
@@ -106,7 +117,15 @@ def widen(laned: Laned, lanes: Lanes, lead: int = 0) -> Laned:
                 shape.append(size)
         return jnp.broadcast_to(x[tuple(index)], (*shape, *axes))
 
-    return Laned(jax.tree.map(widen_array, laned.tree), lanes.flags)
+    return _sharded(Laned(jax.tree.map(widen_array, laned.tree), lanes.flags), lanes, lead)
+
+
+def _sharded(laned: Laned, lanes: Lanes, lead: int) -> Laned:
+    if not lanes.shardings:
+        return laned
+    present = [s for flag, s in zip(lanes.flags, lanes.shardings, strict=True) if flag]
+    wanted = {lead + n: sharding for n, sharding in enumerate(present) if sharding is not None}
+    return laned.map(lambda x: _compat.shard_axes(x, wanted))
 
 
 def expand_to(laned: Laned, flags: Flags, ndim: int, lead: int = 0) -> Any:

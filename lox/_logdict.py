@@ -426,8 +426,8 @@ class logdict(dict[str, Any]):
 
             def pick(x: Any, flags: Flags, outer: int = outer, events: bool = layout.events) -> Any:
                 if outer:
-                    return x[index]
-                return x[(slice(None),) * events + (index,)] if any(flags[:1]) else x
+                    return _compat.gathered(x, 0)[index]
+                return _compat.gathered(x, events)[(slice(None),) * events + (index,)] if any(flags[:1]) else x
 
             leaves, treedef = jax.tree.flatten(self[key])
             new[key] = jax.tree.unflatten(treedef, map(pick, leaves, layout.flags))
@@ -436,7 +436,9 @@ class logdict(dict[str, Any]):
             if key in self.valid:
                 new.valid[key] = pick(self.valid[key], layout.valid_flags)
             if key in self.dropped:
-                new.dropped[key] = self.dropped[key][index] if np.ndim(self.dropped[key]) else self.dropped[key]
+                new.dropped[key] = (
+                    _compat.gathered(self.dropped[key], 0)[index] if np.ndim(self.dropped[key]) else self.dropped[key]
+                )
             if not outer:
                 drop = lambda f: f[1:]  # noqa: E731
                 new._layouts[key] = Layout(

@@ -511,14 +511,25 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
         names, size = varying(laned), int(np.prod([mesh.shape[n] for n in varying(laned)]))
 
         def aval(a: Any) -> Any:
-            shape = (*a.shape[:lead], size, *a.shape[lead:]) if names else a.shape
-            return _compat.array_type(shape, a.dtype)
+            axes = [*_compat.explicit_axes(a)] or [None] * len(a.shape)
+            shape = a.shape
+            if names:
+                told = _compat.explicit_over(mesh, names)
+                shape = (*shape[:lead], size, *shape[lead:])
+                axes.insert(lead, told and told.names)
+            return _compat.array_type(shape, a.dtype, _compat.abstract_sharding(mesh, axes))
 
         return Laned(jax.tree.map(aval, laned.tree), (names, *laned.flags))
 
+    def at_the_door(laned: Laned, lead: int) -> Laned:
+        """Sharded as the devices take it."""
+        names = laned.flags[0]
+        sharding = _compat.explicit_over(mesh, names) if names else None
+        return laned if sharding is None else laned.map(lambda x: _compat.shard_axes(x, {lead: sharding}))
+
     def attempt(state: Any) -> list[Any]:
         inside, rejoin = run.handler.split_state(state, _logged_keys(run, jaxpr))
-        inside = map_laned(_with_device_flag, inside)
+        inside = map_laned(at_the_door, map_laned(_with_device_flag, inside))
         box: dict[str, Any] = {}
 
         def body(given: Any, *xs: Any) -> Any:

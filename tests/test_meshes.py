@@ -1,0 +1,207 @@
+"""Meshes: explicit axes, which `jax.make_mesh` gives by default, shard_map, and several devices in one function."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import f32, i32, same
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lox
+
+DEVICES = 4
+KINDS = [AxisType.Explicit, AxisType.Auto]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=["explicit", "auto"])
+with_and_without_context = pytest.mark.parametrize("context", [True, False], ids=["set_mesh", "no context"])
+jitted_or_not = pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+
+
+def mesh_of(kind: AxisType, shape: tuple[int, ...] = (DEVICES,), names: tuple[str, ...] = ("d",)) -> Mesh:
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices()[: int(np.prod(shape))])
+
+
+def use(mesh: Mesh) -> Any:
+    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh)
+
+
+def within(mesh: Mesh, context: bool) -> Any:
+    return use(mesh) if context else contextlib.nullcontext()
+
+
+def put(x: Any, mesh: Mesh, *spec: Any) -> Any:
+    return jax.device_put(x, NamedSharding(mesh, P(*(spec or mesh.axis_names))))
+
+
+def steps_on_shards(mesh: Mesh, check: bool = True) -> Any:
+    """Logs a value of each device, one that all have, and both in a loop."""
+
+    def body(x: Any) -> Any:
+        total = lax.psum(x.sum(), "d")
+        lox.log({"local": x.sum(), "total": total})
+
+        def step(c: Any, i: Any) -> Any:
+            lox.log({"c": c.sum(), "i": i}, step=i)
+            return c + 1, None
+
+        return lax.scan(step, x, jnp.arange(3))[0]
+
+    return jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check)
+
+
+def collected(f: Any, **options: Any) -> list[Any]:
+    """What a tap with these options receives."""
+    received: list[Any] = []
+    jax.block_until_ready(lox.tap(f, received.append, **options)())
+    jax.effects_barrier()
+    return received
+
+
+# --- shard_map ------------------------------------------------------------------------------------
+
+X = np.arange(8, dtype=np.float32)
+LOCAL = X.reshape(DEVICES, 2).sum(1)
+
+
+@each_kind
+@with_and_without_context
+@jitted_or_not
+def test_reduced_inside_shard_map(kind: AxisType, context: bool, jit: bool) -> None:
+    mesh = mesh_of(kind)
+    f = steps_on_shards(mesh)
+    with within(mesh, context):
+        x = put(X, mesh)
+        out, logs = lox.spool(jax.jit(f) if jit else f, reduce="mean")(x)
+    same(out, X + 3)
+    same(logs, {"local": f32(LOCAL), "total": f32(28), "c": f32(LOCAL + 2), "i": f32(1)})
+    same(logs.step, {"c": i32(2), "i": i32(2)})
+
+
+@each_kind
+@with_and_without_context
+@jitted_or_not
+def test_every_second_event_inside_shard_map(kind: AxisType, context: bool, jit: bool) -> None:
+    mesh = mesh_of(kind)
+    f = steps_on_shards(mesh)
+    with within(mesh, context):
+        x = put(X, mesh)
+        logs = lox.spool(jax.jit(f) if jit else f, interval=2)(x)[1]
+    same(logs, {"local": f32(LOCAL), "total": f32(28), "c": f32([LOCAL, LOCAL + 4]), "i": i32([0, 2])})
+
+
+@each_kind
+@with_and_without_context
+@jitted_or_not
+def test_while_loops_inside_shard_map(kind: AxisType, context: bool, jit: bool) -> None:
+    mesh = mesh_of(kind)
+
+    def body(x: Any) -> Any:
+        return lax.while_loop(lambda c: c.sum() < 12, lambda c: (lox.log({"c": c.sum()}), c + 1)[1], x)
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    expected = [[s for s in range(int(first), 12, 2)] for first in LOCAL]
+    with within(mesh, context):
+        x = put(X, mesh)
+        logs = lox.spool(jax.jit(f) if jit else f, capacity=7)(x)[1]
+        sums = lox.spool(jax.jit(f) if jit else f, reduce="sum")(x)[1]
+    assert [logs.lane(n)["c"].tolist() for n in range(DEVICES)] == expected
+    same(logs.compact().dropped, {"c": i32([0] * DEVICES)})
+    same(sums["c"], f32([sum(e) if e else np.nan for e in expected]))
+
+
+@each_kind
+def test_a_loop_around_shard_map_reduced(kind: AxisType) -> None:
+    mesh = mesh_of(kind)
+    f = steps_on_shards(mesh)
+    with use(mesh):
+        x = put(X, mesh)
+        g = lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]  # noqa: E731
+        for h in (jax.jit(lox.spool(g, reduce="sum")), lox.spool(g, reduce="sum"), lox.spool(jax.jit(g), reduce="sum")):
+            same(h(x)[1], {"local": f32(2 * LOCAL + 6), "total": f32(80), "c": f32(6 * LOCAL + 30), "i": i32(6)})
+
+
+@each_kind
+@with_and_without_context
+def test_python_control_flow_in_shard_map(kind: AxisType, context: bool) -> None:
+    """Outside of jit, values that are the same on all devices are concrete there."""
+    mesh = mesh_of(kind)
+
+    def body(x: Any) -> Any:
+        total = lax.psum(x.sum(), "d")
+        lox.log({"total": total})
+        if total < 0:
+            return x
+        for _ in range(2):
+            x = jax.nn.relu(x + 1)
+            lox.log({"x": x.sum()})
+        return jax.jit(lambda x: (lox.log({"done": x.sum()}), -x)[1])(x)
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    with within(mesh, context):
+        x = put(X, mesh)
+        for transformed in (f, lox.nolog(f), lox.keep(f, "x"), lox.watch(f), lox.tap(f, lambda _: None)):
+            with lox.testing.capture():
+                same(transformed(x), -X - 2)
+        expected = {"total": f32(28), "x": f32([LOCAL + 2, LOCAL + 4]), "done": f32(LOCAL + 4)}
+        for spooled in (lox.spool(f), lox.spool(lox.tap(f, lambda _: None)), lox.spool(lox.watch(f))):
+            out, logs = spooled(x)
+            same(out, -X - 2)
+            same(logs, expected)
+        same(lox.spool(f, reduce="max")(x)[1], {"total": f32(28), "x": f32(LOCAL + 4), "done": f32(LOCAL + 4)})
+        primal, logs = lox.spool(lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),)))(x)
+        same(primal[0], -X - 2)
+        same(logs, expected)
+
+
+def test_a_nested_shard_map_that_is_run_at_once() -> None:
+    mesh = mesh_of(AxisType.Auto, (2, 2), ("a", "b"))
+
+    def inner(x: Any) -> Any:
+        lox.log({"x": x.sum()})
+        return x * 2 if lax.psum(x.sum(), ("a", "b")) > 0 else x
+
+    def outer(x: Any) -> Any:
+        lox.log({"row": x.sum()})
+        return jax.shard_map(inner, in_specs=P("b"), out_specs=P("b"), axis_names={"b"})(x)
+
+    f = jax.shard_map(outer, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+    x = jnp.arange(4.0)
+    with use(mesh):
+        same(f(x), 2 * x)
+        out, logs = lox.spool(f)(x)
+    same(out, 2 * x)
+    same(logs, {"row": f32([1, 5]), "x": f32([0, 1, 2, 3])})
+
+
+# --- meshes as context ----------------------------------------------------------------------------
+
+
+@each_kind
+def test_a_function_that_sets_the_mesh(kind: AxisType) -> None:
+    mesh = mesh_of(kind)
+
+    def main() -> Any:
+        with use(mesh):
+            assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+            if hasattr(jax.sharding, "get_mesh"):
+                assert jax.sharding.get_mesh() == mesh
+            x = put(X, mesh)
+            y = jax.jit(lambda x: (lox.log({"x": x}), x * 2)[1])(x)
+            lox.log({"y": y.sum()})
+        assert jax.sharding.get_abstract_mesh().empty
+        return y
+
+    with lox.testing.capture() as events:
+        for f in (main, lox.nolog(main), lox.keep(main, "y"), lox.watch(main), lox.tap(main, lambda _: None)):
+            same(f(), X * 2)
+    assert [list(logs) for logs in events] == [["x"], ["y"], ["y"], ["x"], ["y"]]
+    for f in (lox.spool(main), lox.spool(lox.tap(main, lambda _: None)), lox.spool(main, keep_logs=True)):
+        out, logs = f()
+        same(out, X * 2)
+        same(logs, {"x": X, "y": f32(56)})
+    with pytest.raises(ValueError, match=r"can only be used outside of `jax\.jit`"):
+        jax.jit(lox.spool(main))()
