@@ -518,8 +518,12 @@ def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple
 
 def _is_jax_own(call_jaxpr: Any) -> bool:
     # The derivative rules of JAX's own functions (relu, logsumexp, ...) never log: no need to wrap them.
-    info = getattr(split_jaxpr(call_jaxpr)[0], "debug_info", None) if call_jaxpr is not None else None
-    return _JAX_HOME in getattr(info, "func_src_info", "")
+    return call_jaxpr is not None and is_jax_own(split_jaxpr(call_jaxpr)[0])
+
+
+def is_jax_own(fun: Any) -> bool:
+    """Whether a function, or what was traced from one, is part of JAX."""
+    return _JAX_HOME in (getattr(getattr(fun, "debug_info", None), "func_src_info", "") or "")
 
 
 def has_logs(jaxpr: Any) -> bool:
@@ -540,6 +544,11 @@ def eqn_has_logs(primitive: Any, params: dict[str, Any], effects: Any = ()) -> b
 def eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any = ()) -> bool:
     """Whether an equation contains logs, or derivative rules that might log."""
     return any(_eqn_concerns(primitive, params, effects))
+
+
+def eqn_has_rules(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an equation contains derivative rules that might log."""
+    return _eqn_concerns(primitive, params, ())[1]
 
 
 def first_log(primitive: Any, params: dict[str, Any]) -> LogMark:

@@ -24,6 +24,7 @@ import jax
 from lox import _compat, _emit, _errors, _hidden
 from lox._event import Event, Meta
 from lox._primitive import bind, log_p
+from lox._select import Logged, Names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,11 @@ class Handler:
         del run, jaxprs
         return None
 
+    @property
+    def names(self) -> Names | None:
+        """What there must be among the logs, or else that is told."""
+        return None
+
     sees_calls: ClassVar[bool] = False  # whether calls of the host are handed to it too
     masks_lanes: ClassVar[bool] = True  # whether events of Equinox's loops count only where the lane goes on
 
@@ -159,6 +165,8 @@ class Run:
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers of each key at the outermost level
         self.inside = path
+        self.logged: Logged | None = None  # all there is, selected or not, if somebody wants to know
+        self.has_rules = False  # of differentiation, which may log too
         self._scopes = len(_compat.open_scopes())
 
     def here(self) -> str:
@@ -172,6 +180,13 @@ class Run:
     def take(self, meta: Meta, operands: Any) -> None:
         """Hand an event to the handler."""
         self.handler.event(self, Event.from_operands(meta, operands, self.here()))
+
+    def list_logs(self, primitive: Any, params: dict[str, Any]) -> None:
+        """Remember what is logged here, if somebody wants to know."""
+        if self.logged is not None:
+            path = self.here()
+            self.logged.update({(path + key, tags): None for key, tags in logged_by(primitive, params)})
+            self.has_rules |= _compat.eqn_has_rules(primitive, params)
 
     def piece(self) -> Any:
         """Everything collected so far."""
@@ -243,14 +258,18 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         with _compat.set_current_trace(self.parent):
             if primitive is log_p:
+                self.run.list_logs(primitive, params)
                 self.run.take(params["meta"], tracers)
                 return []
             # If nothing outside differentiates, derivative rules are of no concern.
             evaluating = self.parent is _compat.eval_trace
             concerns = _compat.eqn_has_logs if evaluating else _compat.eqn_concerns
             if not concerns(primitive, params):
+                if self.run.logged is not None:
+                    self.run.has_rules |= _compat.eqn_has_rules(primitive, params)
                 return _hidden.pass_on(primitive, tracers, params)
             run, handler = self.run, self.run.handler
+            run.list_logs(primitive, params)
             with _announced(run, lambda: tally_of(primitive, params, run.here(), handler.counts)):
                 return (run_compiled if evaluating else apply_rule)(run, primitive, params, tracers)
 
@@ -274,6 +293,7 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
             types = types_of(list(tracers))
             jaxpr = _compat.make_jaxpr(stage, types)
             run, handler = self.run, self.run.handler
+            run.list_logs(_BLOCK, {"jaxpr": jaxpr})
             with _announced(run, lambda: tally(jaxpr, run.inside, handler.counts)):
                 if self.parent is _compat.eval_trace and _compat.has_logs(jaxpr):
                     outs = run.settle(lambda state: _run_jitted(run, lambda: jaxpr, state, tracers, {}))
@@ -284,6 +304,7 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
         return box[0](outs)
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+        self.run.has_rules |= not _compat.is_jax_own(fun)
         if self.parent is _compat.eval_trace:  # nothing outside differentiates: only the function itself matters
             with _compat.set_current_trace(self):
                 return fun.call_wrapped(*tracers)
@@ -292,6 +313,7 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
     def process_custom_vjp_call(
         self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *args: Any, **params: Any
     ) -> Any:
+        self.run.has_rules |= not _compat.is_jax_own(fun)
         if self.parent is _compat.eval_trace:
             with _compat.set_current_trace(self):
                 return fun.call_wrapped(*tracers)
@@ -401,11 +423,15 @@ def run_function(
 ) -> tuple[Any, Run]:
     """Call `fun`, its logs handed to `handler`, which begins with its initial state if no other is given."""
     run = Run(handler, handler.initial_state() if state is None else state)
+    names = handler.names
+    run.logged = None if names is None else {}
     current = _compat.take_current_trace()
     with _hidden.transforming(), current as parent, _compat.set_current_trace(LogTrace(parent, run)):
         out = fun(*args, **kwargs)
     if isinstance(out, _LATER):
         raise _errors.runs_later(fun, type(out).__name__)
+    if names is not None and run.logged is not None:
+        names.check(run.logged, run.has_rules)
     return out, run
 
 
@@ -529,10 +555,32 @@ def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:
     trace = _compat.current_trace()
     if isinstance(trace, LogTrace) and trace.run.handler.in_place:
         handler = trace.run.handler
+        trace.run.list_logs(_BLOCK, {"jaxprs": list(jaxprs)})
         path = trace.run.here()
         if not any(_wants_any(handler, jaxpr, path) for jaxpr in jaxprs):
             return [transformed(Run(handler, (), path=path), jaxpr, ()).jaxpr for jaxpr in jaxprs]
     return jaxprs
+
+
+_BLOCK = _compat.Primitive("lox_block")  # whatever runs some jaxprs
+_logged: Any = weakref.WeakKeyDictionary()
+
+
+def _logged_in(jaxpr: Any) -> Logged:
+    """Keys and tags of all logs inside, whether they are ever run or not."""
+    found = _logged.get(jaxpr)
+    if found is None:
+        found = _logged[jaxpr] = {}
+        for eqn in _compat.split_jaxpr(jaxpr)[0].eqns if _compat.has_logs(jaxpr) else ():
+            found.update({(path_of(eqn, "") + key, tags): None for key, tags in logged_by(eqn.primitive, eqn.params)})
+    return found
+
+
+def logged_by(primitive: Any, params: dict[str, Any]) -> Logged:
+    """The same for one equation."""
+    if primitive is log_p:
+        return dict.fromkeys((key, params["meta"].tags) for key in params["meta"].keys)
+    return {log: None for jaxpr in _compat.sub_jaxprs(params) for log in _logged_in(jaxpr)}
 
 
 def tally(jaxpr: Any, path: str, select: Callable[[Meta, str], Iterable[str]]) -> dict[str, Tally]:

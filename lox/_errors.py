@@ -129,7 +129,10 @@ def listing(names: Iterable[str]) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """` Did you mean 'x'?`, if one of the names is close to the one given; else nothing."""
-    found = difflib.get_close_matches(name, list(names), n=1)
+    names = list(names)
+    # The same but for a scope or a prefix, or else what is spelt alike.
+    found = [n for n in names if n.endswith(f"/{name}") or name.endswith(f"/{n}")]
+    found = found or difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {found[0]!r}?" if found else ""
 
 

@@ -15,8 +15,9 @@ from jax.interpreters import ad, batching, mlir
 from lox import _compat, _errors, _select
 from lox._event import Event
 from lox._lanes import Flags, Laned
-from lox._primitive import as_step, bind, call_site
+from lox._primitive import as_step, bind
 from lox._reduce import resolve
+from lox._sites import call_site
 
 log_grad_p = _compat.Primitive(_compat.LOG_GRAD_NAME)
 log_grad_p.multiple_results = True

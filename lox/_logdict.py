@@ -2,14 +2,13 @@
 
 import fnmatch
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from lox import _arrays, _compat, _errors, _format, _frame, _html, _lanes, _reduce, _series
+from lox import _arrays, _compat, _errors, _format, _frame, _html, _lanes, _reduce, _series, _sites
 from lox._lanes import Flags, Laned
 from lox._series import Series, Site
 
@@ -396,7 +395,7 @@ class logdict(dict[str, Any]):
 
         With lanes, a slot stays if it happened in any lane, and `valid` says in which.
         """
-        warn_of_dropped(self, stacklevel=3)
+        warn_of_dropped(self)
         return self.without_empty_slots()
 
     def without_empty_slots(self) -> "logdict":
@@ -462,16 +461,14 @@ def joined(parts: Iterable[logdict]) -> logdict:
     return logdict.from_series(_series.concatenate(found) for found in series.values())
 
 
-def warn_of_dropped(logs: logdict, stacklevel: int) -> None:
+def warn_of_dropped(logs: logdict, warn: Callable[[str], None] = _sites.warn) -> None:
     """Tell of events that did not fit."""
     for key, dropped in logs.dropped.items():
         most = int(np.max(np.asarray(dropped)))
         if most > 0:
-            warnings.warn(
+            warn(
                 f"{key!r} had more events than its capacity: {most} were dropped. "
-                "Raise `capacity`, or use `reduce` or `tap`.",
-                _errors.LoxWarning,
-                stacklevel=stacklevel,
+                "Raise `capacity`, or use `reduce` or `tap`."
             )
 
 

@@ -10,7 +10,7 @@ from lox._call import P, R
 from lox._engine import Run
 from lox._event import Event, Meta
 from lox._primitive import bind
-from lox._select import Selection
+from lox._select import Names, Selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +19,11 @@ class Remove(_engine.Drop):
 
     selection: Selection
     inverted: bool
+
+    @functools.cached_property
+    def names(self) -> Names | None:
+        """The selection."""
+        return Names.of(self.selection, removing=not self.inverted, rules=True)
 
     def staying(self, event: Any, path: str) -> list[str]:
         """The keys that are not removed."""

@@ -5,7 +5,6 @@ effect is, the transformation around decides; with none around, lowering sends t
 """
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from lox import _compat, _emit, _errors, _hidden, _reduce, _select, _sink
 from lox._event import Event, Meta
 from lox._lanes import Laned
 from lox._logdict import logdict
+from lox._sites import call_site
 
 log_p = _compat.Primitive(_compat.LOG_NAME)
 log_p.multiple_results = True
@@ -221,15 +221,3 @@ def _as_scalar(x: Any, what: str, dtype: Any = None) -> Any:
     if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == bool):
         raise _errors.LogTypeError(f"`lox.log` got {what} of type {array.dtype}: it must be a number.")
     return array
-
-
-_NOT_USER_CODE = tuple(os.path.dirname(m.__file__ or "") + os.sep for m in (sys.modules["lox"], jax))
-
-
-def call_site() -> str:
-    """The line of the user's that calls lox."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
-        frame = frame.f_back
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_qualname.replace('.<locals>', '')})"

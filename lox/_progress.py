@@ -9,7 +9,6 @@ import functools
 import itertools
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import batching, mlir
 
-from lox import _compat, _errors
+from lox import _compat, _errors, _sites
 from lox.loggers import _layout
 from lox.loggers._screen import screen_of
 
@@ -92,6 +91,7 @@ class progress:
         self.total, self.name, self.every, self._console = total, name, every, console
         self._bars: dict[int, _Bar] = {}
         self._lock = threading.Lock()
+        self._warn = _sites.warner()
 
     # --- loops ---
 
@@ -234,13 +234,8 @@ def _call(owner: progress, kind: str, number: Any, count: Any, due: Any) -> tupl
     try:
         return tuple(np.int32(x) for x in owner._tick(kind, int(number), int(count)))  # type: ignore[return-value]
     except Exception as error:  # a bar that cannot be drawn must not end the program
-        _warn(error)
+        owner._warn(f"the progress bar failed and is gone: {type(error).__name__}: {error}")
         return np.int32(number), np.int32(np.iinfo(np.int32).max)
-
-
-def _warn(error: Exception) -> None:
-    message = f"the progress bar failed and is gone: {type(error).__name__}: {error}"
-    warnings.warn(message, _errors.LoxWarning, stacklevel=2)
 
 
 @tick_p.def_impl

@@ -16,7 +16,7 @@ from lox._event import Event, Meta
 from lox._lanes import Laned
 from lox._logdict import logdict, warn_of_dropped
 from lox._primitive import bind
-from lox._select import Selection
+from lox._select import Names, Selection
 from lox._series import Series
 from lox._state import Buffer, Fold, Room
 
@@ -32,10 +32,15 @@ class Collect(Handler):
     """
 
     selection: Selection
-    reduce: Any  # a Reduction for all keys, or pairs of key and Reduction
-    capacity: int | Options | None
-    interval: int | None
-    keep_logs: bool
+    reduce: Any = None  # a Reduction for all keys, or pairs of key and Reduction
+    capacity: int | Options | None = None
+    interval: int | None = None
+    keep_logs: bool = False
+
+    @functools.cached_property
+    def names(self) -> Names | None:
+        """Those of the options."""
+        return Names.of(self.selection, reduce=self.reduce, capacity=self.capacity)
 
     def wants(self, meta: Meta, path: str) -> bool:
         """Those that are selected, or kept for others."""
@@ -307,6 +312,11 @@ def spool(
         _call.count_option("interval", interval),
         keep_logs,
     )
+    return collecting(fun, handler, prefix)
+
+
+def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Callable[P, tuple[R, logdict]]:
+    """`spool` with options that have been looked at."""
 
     def collect(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
         out, run = _engine.run_function(handler, fun, args, kwargs)
@@ -316,7 +326,7 @@ def spool(
     def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:
         out, logs = _call.call(fun, (handler, prefix), collect, args, kwargs)
         if (logs.valid or logs.dropped) and not _is_traced(logs):
-            warn_of_dropped(logs, stacklevel=3)
+            warn_of_dropped(logs)
             logs = logs.without_empty_slots()
         return out, logs
 

@@ -21,7 +21,7 @@ from lox._event import Event, Meta
 from lox._lanes import Laned
 from lox._logdict import joined, logdict
 from lox._primitive import bind
-from lox._select import Selection
+from lox._select import Names, Selection
 from lox._series import Series, Site
 from lox._sink import show
 from lox._spool import Collect
@@ -192,6 +192,11 @@ class Stream(Handler):
     buffer: int | None
 
     waits: ClassVar[bool] = True  # whether a call returns only when the last callback has
+
+    @property
+    def names(self) -> Names | None:
+        """Those of the options."""
+        return self.collect.names
 
     def wants(self, meta: Meta, path: str) -> bool:
         """All of them: those not selected still flow on."""

@@ -21,7 +21,7 @@ from lox._event import Event, Meta
 from lox._lanes import Laned
 from lox._logdict import logdict
 from lox._primitive import bind
-from lox._select import Selection
+from lox._select import Names, Selection
 from lox._state import typed_like
 from lox._tap import HostFunction, one_for, run_with
 
@@ -78,6 +78,11 @@ class Watch(Handler):
 
     selection: Selection
     deliver: Callable[[Any], Any]
+
+    @functools.cached_property
+    def names(self) -> Names | None:
+        """The selection."""
+        return Names.of(self.selection)
 
     def wants(self, meta: Meta, path: str) -> bool:
         """All of them: they flow on."""

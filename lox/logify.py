@@ -26,6 +26,7 @@ import jax
 from lox import _errors, _primitive, _spool
 from lox._call import P, R
 from lox._logdict import logdict
+from lox._select import Selection
 
 REDUCTIONS = ("replace", "append", "mean", "sum")
 _TAG = "lox.logify"
@@ -100,7 +101,8 @@ def logify(fun: Callable[P, R]) -> Callable[P, tuple[R, Logs]]:
     Returns:
         A function with the signature of `fun` that returns `(result, logs)`.
     """
-    spooled = _spool.spool(fun, tags=_TAG)
+    selection = Selection(tags=frozenset([_TAG]), expected=False)  # there may be nothing to return
+    spooled = _spool.collecting(fun, _spool.Collect(selection))
 
     @functools.wraps(fun)
     def logified(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Logs]:

@@ -1,3 +1,5 @@
+import contextlib
+import sys
 import warnings
 
 import jax
@@ -87,7 +89,9 @@ ALL = ["train/loss", "train/acc", "test/loss", "debug/norm", "lr"]
     ],
 )
 def test_selection(capsys, keys_of, wrap, options, expected):
-    assert keys_of(wrap(tagged), **options) == expected
+    by_mistake = not expected and [] not in options.values()
+    with pytest.warns(lox.LoxWarning, match="no such key|no log has") if by_mistake else contextlib.nullcontext():
+        assert keys_of(wrap(tagged), **options) == expected
     assert capsys.readouterr().out == ""
 
 
@@ -128,7 +132,8 @@ def test_prefix():
     _, logs = lox.spool(scanned, prefix="run/", argnames="x")(jnp.arange(2))
     same(logs, {"run/x": i32([0, 1])})
     same(logs.step, {"run/x": i32([0, 1])})
-    assert lox.spool(scanned, prefix="run/", argnames="run/x")(jnp.arange(2))[1] == {}
+    with pytest.warns(lox.LoxWarning, match="Did you mean 'x'"):
+        assert lox.spool(scanned, prefix="run/", argnames="run/x")(jnp.arange(2))[1] == {}
     events = []
     lox.tap(scanned, events.append, prefix="run/")(jnp.arange(2))
     assert [str(e) for e in events] == ["{'run/x': 0}", "{'run/x': 1}"]
@@ -721,3 +726,225 @@ def test_unify_is_what_always_happens(wrap):
     same(wrap(lox.spool(f, unify=True))(1)[1], {"positive": i32([1])})
     with pytest.raises(lox.OptionError, match="`unify` is False, but branches that log differently are always united"):
         lox.spool(f, unify=False)
+
+
+# --- a selection that matches nothing ---
+
+
+def varied(x):
+    """Keys in a scope, in a loop that never runs, in a branch, under vmap."""
+    with lox.scope("net"):
+        lox.log({"loss": x, "acc": x}, tags="metric")
+
+    def body(c, i):
+        lox.log({"never": i}, tags="debug")
+        return c, None
+
+    jax.lax.scan(body, 0, jnp.zeros(0))
+    jax.lax.cond(x > 0, lambda: lox.log({"up": x})["up"], lambda: x)
+    jax.vmap(lambda y: lox.log({"lane": y})["lane"])(jnp.arange(2))
+    return x
+
+
+def silent(x):
+    return x
+
+
+def ignore(logs):
+    """A callback."""
+
+
+SELECTIVE = {
+    "spool": lox.spool,
+    "tap": lambda f, **options: lox.tap(f, ignore, **options),
+    "nolog": lox.nolog,
+    "keep": lox.keep,
+    "watch": lambda f, **options: lox.watch(f, ignore, **options),
+}
+AROUND = {
+    "plain": lambda t: lambda f, **o: t(f, **o),
+    "jit outside": lambda t: lambda f, **o: jax.jit(t(f, **o)),
+    "jit inside": lambda t: lambda f, **o: t(jax.jit(f), **o),
+    "vmap outside": lambda t: lambda f, **o: lambda x: jax.vmap(t(f, **o))(jnp.stack([x, x])),
+    "vmap inside": lambda t: lambda f, **o: lambda x: t(jax.vmap(f), **o)(jnp.stack([x, x])),
+    "grad": lambda t: lambda f, **o: lambda x: jax.vjp(t(f, **o), x),
+    "keep_logs": lambda t: lambda f, **o: t(lambda x: lox.spool(f, keep_logs=True)(x)[0], **o),
+    "tap inside": lambda t: lambda f, **o: t(lox.tap(f, ignore), **o),
+}
+KEYS = "The keys are 'net/loss', 'net/acc', 'never', 'up' and 'lane'."
+
+
+def warned(call, *args):
+    """The warnings of a call: what they say, and whether they point to this file."""
+    lox.config.sink = "off"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call(*args)
+        jax.effects_barrier()
+    assert {(w.category, w.filename) for w in found} <= {(lox.LoxWarning, __file__)}
+    return [str(w.message) for w in found]
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("transform", SELECTIVE)
+def test_a_selection_that_matches_nothing_warns(transform, around):
+    transform = AROUND[around](SELECTIVE[transform])
+    x = jnp.float32(1)
+    assert warned(transform(varied, argnames="los"), x) == [f"`argnames` names 'los', but there is no such key. {KEYS}"]
+    tags = "no log has the tag 'metrc'. The tags are 'metric' and 'debug'. Did you mean 'metric'?"
+    assert warned(transform(varied, tags="metrc"), x) == [tags]
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("transform", SELECTIVE)
+def test_a_selection_that_matches_something_does_not(transform, around):
+    transform = AROUND[around](SELECTIVE[transform])
+    for options in ({"argnames": ["never", "net/loss"]}, {"tags": "debug"}):
+        assert warned(transform(varied, **options), jnp.float32(1)) == []
+
+
+@pytest.mark.parametrize("transform", SELECTIVE)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"argnames": []},
+        {"tags": []},
+        {"argnames": [], "tags": "metrc"},
+        {"argnames": ["up", "lane"]},
+        {"argnames": "net/*", "tags": "metric"},
+        {"argnames": ["net/*", "nothing/*"]},
+        {"tags": ["debug", "other"]},
+    ],
+)
+def test_nor_does_one_that_matches_nothing_on_purpose(transform, options):
+    assert warned(SELECTIVE[transform](varied, **options), jnp.float32(1)) == []
+
+
+def test_logs_in_derivative_rules_may_come_later():
+    @jax.custom_vjp
+    def double(x):
+        return 2 * x
+
+    double.defvjp(lambda x: (2 * x, None), lambda _, g: (lox.log({"g": g})["g"] * 2,))
+    for transform in (lox.nolog, lox.keep):
+        assert warned(jax.grad(transform(double, "g")), 1.0) == []
+        assert warned(transform(jax.jit(double), "g"), 1.0) == []
+        assert warned(jax.jit(transform(lambda x: lox.log_grad("g", x), "g")), 1.0) == []
+    relu = lambda x: jax.nn.relu(lox.log({"x": x})["x"])  # noqa: E731
+    assert len(warned(jax.grad(lox.nolog(relu, "y")), 1.0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        ({"argnames": "loss"}, [f"`argnames` names 'loss', but there is no such key. {KEYS} Did you mean 'net/loss'?"]),
+        ({"argnames": "nat/*"}, [f"`argnames` names 'nat/*', but there is no such key. {KEYS}"]),
+        ({"argnames": ["lanes", "up"]}, [f"`argnames` names 'lanes', but there is no such key. {KEYS} "
+                                          "Did you mean 'lane'?"]),
+        ({"argnames": "net/loss", "tags": "debug"}, ["no log has both the key 'net/loss' and the tag 'debug'."]),
+        ({"argnames": ["up", "never"], "tags": ["metric", "b"]},
+         ["no log has both one of the keys 'up' and 'never' and one of the tags 'b' and 'metric'."]),
+        ({"reduce": {"train/up": "mean", "lane": "max"}, "prefix": "train/"},
+         [f"`reduce` names 'train/up', but there is no such key. {KEYS} Did you mean 'up'?"]),
+        ({"reduce": {"net/*": "mean"}},
+         [f"`reduce` names 'net/*', but there is no such key. {KEYS} Did you mean 'net/acc'?"]),
+        ({"capacity": {"leno": 3}},
+         [f"`capacity` names 'leno', but there is no such key. {KEYS} Did you mean 'lane'?"]),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_it(options, messages):
+    assert warned(lox.spool(varied, **options), jnp.float32(1)) == messages
+    if "capacity" not in options:
+        assert warned(lox.tap(varied, ignore, **options), jnp.float32(1)) == messages
+
+
+def test_a_function_that_logs_nothing():
+    nothing = ["`argnames` names 'x', but there is no such key. Nothing is logged."]
+    for name, transform in SELECTIVE.items():
+        # Who removes logs and finds none has what they want.
+        assert warned(transform(silent, argnames="x"), 1.0) == ([] if name == "nolog" else nothing)
+        assert warned(transform(silent), 1.0) == []
+    assert warned(lox.spool(lambda x: lox.spool(varied)(x)[0], "up"), jnp.float32(1)) == [
+        "`argnames` names 'up', but there is no such key. Nothing is logged."
+    ]
+    no_tag = "no log has the tag 'a'. No log has a tag."
+    assert warned(lox.spool(lambda x: lox.log({"x": x}), tags="a"), 1) == [no_tag]
+    assert warned(lox.spool(silent, tags="a"), 1) == ["no log has the tag 'a'. Nothing is logged."]
+    assert warned(lox.logify.logify(silent), 1) == []
+
+
+def test_once_for_a_trace_and_not_for_a_call():
+    f = jax.jit(varied)
+    for transformed in (lox.spool(f, "los"), jax.jit(lox.spool(f, "los")), lox.nolog(f, "los")):
+        assert len(warned(transformed, jnp.float32(1))) == 1
+        assert warned(transformed, jnp.float32(2)) == []
+    assert warned(lox.spool(f, "los"), jnp.float32(3)) == []  # made anew, but traced before
+
+
+def test_a_few_of_many_keys_are_listed():
+    def many(x):
+        lox.log({f"k{n}": x for n in range(30)})
+
+    (message,) = warned(lox.spool(many, "los"), 1)
+    assert message.endswith("'k17', 'k18' and 'k19' and 10 more.")
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_selections_of_loggers(tmp_path, jit):
+    with lox.SaveLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0))
+        for method in (logger.spool, logger.tap):
+            fun = lambda x, method=method: method(varied, state, argnames="los")(x)  # noqa: E731
+            assert warned(jax.jit(fun) if jit else fun, jnp.float32(1)) == [
+                f"`argnames` names 'los', but there is no such key. {KEYS}"
+            ]
+            fun = lambda x, method=method: method(varied, state, argnames="never")(x)  # noqa: E731
+            assert warned(jax.jit(fun) if jit else fun, jnp.float32(1)) == []
+
+
+def test_selections_of_load(tmp_path):
+    for n in range(2):
+        lox.save({"loss": 1.0, "acc": 2.0}, tmp_path, jax.random.key(n))
+    keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    for key in (None, jax.random.key(0), keys, "1"):
+        message = (
+            "`argnames` names 'los', but there is no such key. The keys are 'loss' and 'acc'. Did you mean 'loss'?"
+        )
+        assert warned(lambda key=key: lox.load(tmp_path, key, argnames="los")) == [message]
+        for names in ("loss", ["l*", "x*"], [], None, iter(["loss"])):
+            assert warned(lambda key=key, names=names: lox.load(tmp_path, key, argnames=names)) == []
+    assert list(lox.load(tmp_path, "1", argnames=iter(["loss"]))) == ["loss"]
+
+
+# --- warnings point to the user's line ---
+
+
+def test_the_warning_of_dropped_events_points_to_the_users_line():
+    assert warned(lox.spool(count_to, capacity=2), 3) == [OVERFLOW]
+    assert warned(lox.spool(jax.jit(count_to), capacity=2), 3) == [OVERFLOW]
+    assert warned(jax.jit(lox.spool(count_to, capacity=2)), 3) == []
+    _, logs = jax.jit(lox.spool(count_to, capacity=2))(3)
+    assert warned(logs.compact) == [OVERFLOW]
+    _, logs = jax.vmap(lox.spool(count_to, capacity=2))(jnp.array([3, 1]))
+    assert warned(logs.lane, 0) == [OVERFLOW]
+
+
+OVERFLOW = "'i' had more events than its capacity: 1 were dropped. Raise `capacity`, or use `reduce` or `tap`."
+
+
+def test_warnings_of_loggers_point_to_the_line_that_made_the_logger(tmp_path):
+    class Broken(lox.Logger):
+        def write(self, run, logs):
+            raise OSError("no space left")
+
+    logger = Broken()
+    line = sys._getframe().f_lineno - 1
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        logger.spool(count_to, logger.init(jax.random.key(0)), capacity=2)(3)
+        with pytest.raises(OSError, match="no space left"):
+            logger.close()
+    texts = [str(w.message).split(":")[0] for w in found]
+    assert texts == ["'i' had more events than its capacity", "Broken failed writing 'i'"]
+    assert {(w.filename, w.lineno) for w in found} == {(__file__, line)}

@@ -1,9 +1,9 @@
 """What goes wrong on the host while a program runs: told at once, raised when somebody can catch it."""
 
 import threading
-import warnings
 
 from lox._errors import LoxError, LoxWarning, StoreError
+from lox._sites import warner
 
 _KEPT = 32  # errors that are kept apart, so that a disk that is full for hours does not fill memory too
 _MORE = (LoxError, "")
@@ -17,6 +17,7 @@ class ErrorLog:
         self._lock = threading.Lock()
         self._errors: dict[tuple[type, str], tuple[Exception, int]] = {}
         self._warned = False
+        self._warn = warner()  # with the line that made the logger
 
     def add(self, error: BaseException, doing: str, quietly: bool = False) -> None:
         """Keep an error, with what the logger was doing; quietly if it is about to be raised anyway."""
@@ -45,8 +46,7 @@ class ErrorLog:
     def warn(self, message: str) -> None:
         """Warn, from whatever thread this is. A warning that was turned into an error is kept like any other."""
         try:
-            # No line of ours means anything to whoever reads this. And every time: Python would show the same one once.
-            warnings.warn_explicit(message, LoxWarning, "lox", 1, "lox", {})
+            self._warn(message)
         except LoxWarning as warning:
             with self._lock:
                 self._errors.setdefault((LoxWarning, message), (warning, 1))

@@ -182,7 +182,7 @@ class Pipeline:
                 made = make()
                 batches += made
                 for batch in made:
-                    warn_of_dropped(batch.logs, stacklevel=2)
+                    warn_of_dropped(batch.logs, self.errors.warn)
         for batch in _batch.joined(batches):
             self._take(batch)
 

@@ -73,6 +73,7 @@ class SaveLogger(Logger):
         """Begin runs, and with the first of them the directory."""
         if self._writer is None:
             self._writer = Writer(self.path)
+            self._writer._warn = self._pipeline.errors.warn
             # After the writer has registered itself: readers wait for the logger first, and so does the exit.
             _open.register(self.path, self._pipeline.catch_up, self.close)
         keys = np.stack([run.key for run in runs])

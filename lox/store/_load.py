@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from lox import _errors
+from lox import _errors, _select
 from lox.store import names
 from lox.store._keys import words_of
 from lox.store._reader import Reader, Run, Runs, selector
@@ -37,6 +37,7 @@ def load(path: str | os.PathLike[str], key: Any = None, argnames: str | Iterable
         StoreError: The directory cannot be read.
         MismatchError: The events of a key do not fit into one array.
     """
+    argnames = None if argnames is None else _select.names("argnames", argnames)
     select = selector(argnames)
     reader = Reader(path)
     reader._open_for_loading()
@@ -57,7 +58,8 @@ def load(path: str | os.PathLike[str], key: Any = None, argnames: str | Iterable
             if newest is None:
                 raise reader._no_run(base)
             chosen.append(newest.name)
-    reader._scan_for([records[name] for name in chosen], stacklevel=3)
+    reader._scan_for([records[name] for name in chosen])
+    reader._check_names([records[name] for name in chosen], argnames)
     if single:
         return reader._logs(chosen[0], select)
     if len(set(chosen)) < len(chosen):

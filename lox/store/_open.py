@@ -3,13 +3,12 @@
 import atexit
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lox import _errors
+from lox import _errors, _sites
 
 
 class _Writing(NamedTuple):
@@ -54,7 +53,7 @@ def flush(path: Path) -> None:
         try:
             method()
         except _errors.StoreError as error:
-            warnings.warn(f"not all that was logged is on disk: {error}", _errors.LoxWarning, stacklevel=4)
+            _sites.warn(f"not all that was logged is on disk: {error}")
 
 
 def is_open(group: Path) -> bool:

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import fnmatch
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lox import _errors, _select
+from lox import _errors, _select, _sites
 from lox._logdict import logdict
 from lox.store import _events, _open
 from lox.store._catalog import Catalog, Record
@@ -246,7 +245,7 @@ class Reader:
                 f"the directory {str(self.path)!r} has no runs: lox has written nothing to it. Check the path."
             )
 
-    def _scan_for(self, records: Iterable[Record], stacklevel: int) -> None:
+    def _scan_for(self, records: Iterable[Record]) -> None:
         """Read the files that these runs are in, and tell of damage."""
         problems = []
         for group in self._by_group(records):
@@ -260,13 +259,19 @@ class Reader:
         problems = [p for p in problems if p not in self._warned]
         self._warned.update(problems)
         if problems:
-            warnings.warn(
+            _sites.warn(
                 f"{len(problems)} damaged files, of which a part was skipped:\n  "
                 + "\n  ".join(problems)
-                + f"\nAll that is whole was loaded. lox.store.repair({str(self.path)!r}) removes the rest.",
-                _errors.LoxWarning,
-                stacklevel=stacklevel,
+                + f"\nAll that is whole was loaded. lox.store.repair({str(self.path)!r}) removes the rest."
             )
+
+    def _check_names(self, records: Iterable[Record], argnames: Any) -> None:
+        """Tell of names of keys that none of the files with these runs has."""
+        if argnames is not None:
+            segments = [segment for group in self._by_group(records) for segment in group.segments.values()]
+            known = dict.fromkeys(key.name for segment in segments if segment.schema for key in segment.schema.keys)
+            if text := _select.unmatched("argnames", _select.names("argnames", argnames), known):
+                _sites.warn(text)
 
 
 def _info(record: Record) -> Run:

@@ -1,10 +1,9 @@
 """`repair`."""
 
 import os
-import warnings
 from pathlib import Path
 
-from lox import _errors
+from lox import _errors, _sites
 from lox.store import _group
 from lox.store._reader import Reader
 
@@ -36,11 +35,9 @@ def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, in
         # A writer that died before its first write has left an empty file.
         broken = [s for s in group.segments.values() if s.leftover or s.schema is None]
         if broken and not force and group.is_alive():
-            warnings.warn(
+            _sites.warn(
                 f"{str(group.path)!r} was left alone: its writer seems to be alive. "
-                "Close it first, or use `force=True` if it is dead.",
-                _errors.LoxWarning,
-                stacklevel=2,
+                "Close it first, or use `force=True` if it is dead."
             )
             continue
         for segment in broken:

@@ -4,7 +4,6 @@ import os
 import struct
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lox import _errors
+from lox import _errors, _sites
 from lox.store import _catalog, _group, _open, names
 from lox.store._catalog import Catalog
 from lox.store._group import Entry
@@ -65,6 +64,7 @@ class Writer:
         self._process = process or 0
         self._buffer_bytes, self._segment_bytes = buffer_bytes, segment_bytes
         self._config = _group.plain(config)
+        self._warn = _sites.warner()
         self._lock = threading.RLock()
         self._created = time.time()
         self._pid = os.getpid()
@@ -258,12 +258,10 @@ class Writer:
             segment.close()
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            self._warn(
                 f"more than {_MAX_OPEN} different sets of keys, shapes or dtypes are being logged to "
                 f"{str(self.path)!r}; each needs a file, and there will be many. "
-                "Log the same keys together, with the same shapes.",
-                _errors.LoxWarning,
-                stacklevel=2,
+                "Log the same keys together, with the same shapes."
             )
 
     def _forget_old_tables(self) -> None:
