@@ -419,11 +419,19 @@ def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], k
 
 
 def run_function(
-    handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], state: Any = None
+    handler: Handler,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    state: Any = None,
+    whole: bool = True,
 ) -> tuple[Any, Run]:
-    """Call `fun`, its logs handed to `handler`, which begins with its initial state if no other is given."""
+    """Call `fun`, its logs handed to `handler`, which begins with its initial state if no other is given.
+
+    Unless it is the `whole` function that is transformed, it need not log what was asked for by name.
+    """
     run = Run(handler, handler.initial_state() if state is None else state)
-    names = handler.names
+    names = handler.names if whole else None
     run.logged = None if names is None else {}
     current = _compat.take_current_trace()
     with _hidden.transforming(), current as parent, _compat.set_current_trace(LogTrace(parent, run)):

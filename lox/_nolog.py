@@ -20,7 +20,7 @@ class Remove(_engine.Drop):
     selection: Selection
     inverted: bool
 
-    @functools.cached_property
+    @property
     def names(self) -> Names | None:
         """The selection."""
         return Names.of(self.selection, removing=not self.inverted, rules=True)

@@ -78,7 +78,7 @@ def _custom_vmap(run: Run, primitive: Any, params: dict[str, Any], args: list[An
         return _inline(run, primitive, params, args)
 
     def rule(*xs: Any, **kwargs: Any) -> Any:
-        return run_function(run.handler, params["rule"], xs, kwargs)[0]
+        return run_function(run.handler, params["rule"], xs, kwargs, whole=False)[0]
 
     return primitive.bind(*args, **dict(params, call=transformed(run, params["call"], run.state).jaxpr, rule=rule))
 
@@ -313,7 +313,7 @@ def custom_call(run: Run, jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
 
 def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
     """Call a derivative rule: the events of a function are those of its primal."""
-    return run_function(handler.for_rules(), fun, args, {})[0]
+    return run_function(handler.for_rules(), fun, args, {}, whole=False)[0]
 
 
 def _logged_keys(run: Run, jaxpr: Any) -> set[str]:

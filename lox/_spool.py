@@ -37,7 +37,7 @@ class Collect(Handler):
     interval: int | None = None
     keep_logs: bool = False
 
-    @functools.cached_property
+    @property
     def names(self) -> Names | None:
         """Those of the options."""
         return Names.of(self.selection, reduce=self.reduce, capacity=self.capacity)

@@ -79,7 +79,7 @@ class Watch(Handler):
     selection: Selection
     deliver: Callable[[Any], Any]
 
-    @functools.cached_property
+    @property
     def names(self) -> Names | None:
         """The selection."""
         return Names.of(self.selection)

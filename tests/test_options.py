@@ -849,8 +849,8 @@ def test_logs_in_derivative_rules_may_come_later():
          [f"`reduce` names 'train/up', but there is no such key. {KEYS} Did you mean 'up'?"]),
         ({"reduce": {"net/*": "mean"}},
          [f"`reduce` names 'net/*', but there is no such key. {KEYS} Did you mean 'net/acc'?"]),
-        ({"capacity": {"leno": 3}},
-         [f"`capacity` names 'leno', but there is no such key. {KEYS} Did you mean 'lane'?"]),
+        ({"capacity": {"lan": 3}},
+         [f"`capacity` names 'lan', but there is no such key. {KEYS} Did you mean 'lane'?"]),
     ],
 )  # fmt: skip
 def test_what_is_said_of_it(options, messages):
