@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 pytho
 ENVS = $(or $(PYTHON),$(error no Python >= 3.11 on PATH: install one, or pass PYTHON=...)) \
   tools/envs.py
 
-MATRIX ?= oldest middle newest
+MATRIX ?= oldest middle newest smoke
 N ?= 1000
 SEED ?= 0
 ARGS ?=
@@ -21,7 +21,7 @@ help:  ## show this list
 demo:  ## a small training run, logged with lox
 	@$(ENVS) run examples/demo.py $(ARGS)
 
-test:  ## lint, types and tests on the oldest, middle and newest JAX (MATRIX=newest, ARGS="-k foo")
+test:  ## lint, types and tests on the oldest, middle and newest JAX, a few on the others (MATRIX=newest, MATRIX=all, ARGS="-k foo")
 	@$(ENVS) test "$(MATRIX)" $(ARGS)
 
 lint:  ## ruff and pyright only

@@ -615,3 +615,8 @@ def test_buffered_events_are_printed_with_the_steps_of_each_key(capsys):
     assert capsys.readouterr().out == (
         "{'x': [0, 1]} step=[0, 1]\n{'x': [2]} step=[2]\n{'x': [0, 1, 2], 'y': [2]} step={'x': [0, 1, 2], 'y': [2]}\n"
     )
+
+
+def test_import_warns_of_nothing():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", "import lox"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -3,6 +3,8 @@
     python tools/envs.py run examples/demo.py       any script or -m module, on the newest JAX
     python tools/envs.py lint                       ruff and pyright
     python tools/envs.py test "oldest newest" -x    lint, then pytest -x in each named cell
+    python tools/envs.py test "newest smoke"        also a few tests in each cell that is not named
+    python tools/envs.py test all                   all tests in all cells
 
 An environment holds lox's dependencies and is reused until pyproject.toml or the interpreter
 changes. lox itself is built and installed anew on every run, so that what is tested is the wheel
@@ -18,7 +20,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,12 +30,19 @@ PYPROJECT = ROOT / "pyproject.toml"
 
 @dataclass(frozen=True)
 class Cell:
-    """One environment: the Python versions that will do, best first, and what goes into it."""
+    """One environment: the Python versions that will do, best first, what goes into it, and the tests to run there."""
 
     name: str
     pythons: tuple[str, ...]
     jax: str
     extras: tuple[str, ...] = ("test",)
+    others: tuple[str, ...] = ()
+    pytest: tuple[str, ...] = ("-n", "2")
+
+    def smoke(self) -> "Cell":
+        """A smaller environment for fewer tests: every transformation of lox under every one of JAX."""
+        tests = ("tests/test_log.py", "tests/test_transforms.py", "tests/test_readme.py")
+        return replace(self, name=f"smoke-{self.name}", extras=(), others=("pytest>=8",), pytest=tests)
 
 
 # No upper bound: a new JAX is to be tested on the day it is released. The lower one turns an index
@@ -41,9 +50,23 @@ class Cell:
 NEWEST = Cell("newest", ("3.13", "3.12", "3.14"), "jax>=0.12", ("test", "lint"))
 MIDDLE = Cell("middle", ("3.11",), "jax==0.10.2")  # the last JAX that Python 3.11 can install
 OLDEST = Cell("oldest", ("3.11",), "jax==0.7.0")
+BETWEEN = (
+    Cell("0.8", ("3.11", "3.12", "3.13"), "jax==0.8.*"),
+    Cell("0.9", ("3.11", "3.12", "3.13"), "jax==0.9.*"),
+    Cell("0.11", ("3.12", "3.13"), "jax==0.11.*"),
+)
 
 # In this order, because lint runs in the first one and is the fastest to fail.
-CELLS = {cell.name: cell for cell in (NEWEST, MIDDLE, OLDEST)}
+CELLS = {cell.name: cell for cell in (NEWEST, MIDDLE, OLDEST, *BETWEEN)}
+
+
+def chosen(names: list[str], arguments: list[str]) -> list[Cell]:
+    if not names or not set(names) <= {*CELLS, "smoke", "all"}:
+        sys.exit(f"MATRIX={' '.join(names)!r}: choose one or more of {', '.join(CELLS)}, smoke, or all")
+    cells = [cell for cell in CELLS.values() if cell.name in names or "all" in names]
+    if "smoke" in names and not arguments:  # which select tests of their own
+        cells += [cell.smoke() for cell in CELLS.values() if cell not in cells]
+    return cells
 
 
 @dataclass(frozen=True)
@@ -129,7 +152,7 @@ def shout_missing(cell: Cell) -> None:
         f"Get one:              pyenv install {cell.pythons[0]}\n"
         f"or:                   uv python install {cell.pythons[0]}\n"
         "(a Python that lacks the venv module does not count: Debian has python3-venv for it)\n"
-        f'or choose the cells:  make test MATRIX="..."  out of {", ".join(CELLS)}'
+        f'or choose the cells:  make test MATRIX="..."  out of {", ".join(CELLS)}, smoke'
     )
 
 
@@ -153,7 +176,7 @@ def ready(cell: Cell, base: Python) -> Path:
     text = PYPROJECT.read_text()
     config = tomllib.loads(text)
     project = config["project"]
-    requirements = [cell.jax, *project["dependencies"], *config["build-system"]["requires"]]
+    requirements = [cell.jax, *project["dependencies"], *config["build-system"]["requires"], *cell.others]
     for extra in cell.extras:
         requirements += project["optional-dependencies"][extra]
 
@@ -196,7 +219,7 @@ def run_pytest(cell: Cell, base: Python, python: Path, arguments: list[str]) -> 
 
     start = time.monotonic()
     # -P keeps the working directory off the path: lox must come from the wheel.
-    code = run(python, "-P", "-m", "pytest", "-n", "2", f"--junit-xml={report}", *arguments)
+    code = run(python, "-P", "-m", "pytest", *cell.pytest, f"--junit-xml={report}", *arguments)
     seconds = time.monotonic() - start
 
     if report.exists():
@@ -216,9 +239,7 @@ def run_pytest(cell: Cell, base: Python, python: Path, arguments: list[str]) -> 
 
 
 def test(names: list[str], arguments: list[str]) -> int:
-    if not names or not set(names) <= CELLS.keys():
-        sys.exit(f"MATRIX={' '.join(names)!r}: choose one or more of {', '.join(CELLS)}")
-    cells = [cell for cell in CELLS.values() if cell.name in names]
+    cells = chosen(names, arguments)
     pythons = {cell.name: find_python(cell) for cell in cells}
     for cell in cells:
         if pythons[cell.name] is None:
@@ -247,8 +268,9 @@ def test(names: list[str], arguments: list[str]) -> int:
         outcomes.append(run_pytest(cell, base, python, arguments))
 
     print("\n--- summary")
+    width = max(len(outcome.name) for outcome in outcomes)
     for outcome in outcomes:
-        print(f"{outcome.name:7} {outcome.note}")
+        print(f"{outcome.name:{width}} {outcome.note}")
     total = Outcome("total", "")
     for outcome in outcomes:
         total.passed += outcome.passed
