@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -194,6 +195,8 @@ class Run:
 
     def absorb(self, state: Any, piece: Any, keys: dict[str, bool]) -> None:
         """Take over what a block inside has left."""
+        if _inside.may_fail and _compat.is_evaluating():
+            jax.block_until_ready((state, piece))
         self.state = state
         if jax.tree.leaves(piece):
             self.pieces.append(piece)
@@ -232,6 +235,27 @@ def _signature(state: Any) -> Any:
 
 
 # --- Python functions ----------------------------------------------------------------------------
+
+
+class _Inside(threading.local):
+    may_fail = False
+
+
+_inside = _Inside()
+
+
+@contextlib.contextmanager
+def failing_at_once() -> Iterator[None]:
+    """While a function runs whose callbacks may raise, inside of other transformations.
+
+    The function that those transform may catch what is raised. But a program that fails after it was dispatched, as on
+    a GPU, would have left them results by then that have failed: so they wait for each before they take it over.
+    """
+    before, _inside.may_fail = _inside.may_fail, True
+    try:
+        yield
+    finally:
+        _inside.may_fail = before
 
 
 @contextlib.contextmanager

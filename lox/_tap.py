@@ -504,7 +504,11 @@ def streaming(
 def run_with(deliver: HostFunction, call: Callable[[], tuple[Any, Any]], wait: bool = True) -> Any:
     """The result of `call()`, which also returns the last token; what a callback has raised is raised as it was."""
     try:
-        out, token = call()
+        if not wait or _compat.is_evaluating():
+            out, token = call()
+        else:
+            with _engine.failing_at_once():
+                out, token = call()
         if wait and not isinstance(token, _compat.Tracer):
             jax.block_until_ready(token)  # the token is there once the last callback has returned
     except Exception as raised:

@@ -125,6 +125,39 @@ def test_an_exception_in_the_callback_reaches_the_user_as_it_was_raised(jit: boo
     assert float(lox.spool(f)(X)[0]) == 8.0
 
 
+@jax.jit
+def one_slowly() -> Any:
+    return jax.lax.fori_loop(0, 8, lambda _, a: a @ a / 1000, jnp.ones((1000, 1000)))[0, 0]
+
+
+def test_an_exception_that_is_caught_leaves_nothing_that_failed() -> None:
+    @jax.jit
+    def inner(x: Any) -> Any:
+        lox.log({"inner": x})
+        return x
+
+    def f() -> str:
+        lox.log({"outer": 1.0, "inner": 5.0})
+        try:  # dispatched before its argument is there: it fails later, as on a GPU
+            lox.tap(inner, fail)(one_slowly())
+        except KeyError:
+            lox.log({"outer": 2.0})
+            return "caught"
+        return "not caught"
+
+    def fail(logs: lox.logdict) -> None:
+        raise KeyError("full")
+
+    for options in {}, {"interval": 1}, {"reduce": "append"}:
+        out, logs = lox.spool(f, **options)()
+        assert (out, str(logs)) == ("caught", "{'outer': [1.0, 2.0], 'inner': 5.0}")
+    out, logs = lox.spool(f, reduce="sum")()
+    assert (out, str(logs)) == ("caught", "{'outer': 3.0, 'inner': 5.0}")
+    assert received(lambda cb: lambda _: lox.tap(f, cb)()) == ["{'outer': 1.0, 'inner': 5.0}", "{'outer': 2.0}"]
+    blocks = received(lambda cb: lambda _: lox.tap(f, cb, buffer=10)())
+    assert blocks == ["{'outer': [1.0, 2.0], 'inner': [5.0]}"]
+
+
 def test_an_exception_under_an_outer_jit_keeps_its_message() -> None:
     with pytest.raises(Exception, match="no room for"):
         jax.block_until_ready(jax.jit(lox.tap(scanned, raising))(X))
