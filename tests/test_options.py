@@ -940,9 +940,10 @@ def test_warnings_of_loggers_point_to_the_line_that_made_the_logger(tmp_path):
 
     logger = Broken()
     line = sys._getframe().f_lineno - 1
+    state = logger.init(jax.random.key(0))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        logger.spool(count_to, logger.init(jax.random.key(0)), capacity=2)(3)
+        jax.jit(lambda: logger.spool(count_to, state, capacity=2)(3))()
         with pytest.raises(OSError, match="no space left"):
             logger.close()
     texts = [str(w.message).split(":")[0] for w in found]
