@@ -52,6 +52,7 @@ from lox._nolog import strip as strip
 from lox._primitive import log as log
 from lox._progress import progress as progress
 from lox._reduce import Reduction as Reduction
+from lox._reraise import reraise as reraise
 from lox._scope import scope as scope
 from lox._sink import config as config
 from lox._spool import spool as spool

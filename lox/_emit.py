@@ -5,11 +5,12 @@ the token from one to the next, an ordinary data dependency that works under eve
 effects do not: they fail under vmap, grad and on several devices.) All lanes of a vmap travel in one call.
 """
 
+import contextlib
 import dataclasses
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -204,6 +205,24 @@ class EventReader:
 _delivering = threading.RLock()
 
 
+# Who wants to know what callbacks raise. Replaced and never changed, so that all threads can go through it.
+_listeners: tuple[Callable[[BaseException], None], ...] = ()
+_listening = threading.Lock()
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[BaseException], None]) -> Iterator[None]:
+    """Tell `listener` of everything that is raised on the host, on whatever thread."""
+    global _listeners
+    with _listening:
+        _listeners = (*_listeners, listener)
+    try:
+        yield
+    finally:
+        with _listening:
+            _listeners = tuple(other for other in _listeners if other is not listener)
+
+
 def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[..., tuple[Any]]:
     read = packet.reader(ndims)
 
@@ -212,8 +231,13 @@ def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[...,
         logs = read(*operands)
         if logs is None:
             return (token,)
-        with _delivering:
-            new = deliver(logs, int(token))
+        try:
+            with _delivering:
+                new = deliver(logs, int(token))
+        except BaseException as error:
+            for listener in _listeners:
+                listener(error)
+            raise
         return (token if new is None else np.int32(new),)
 
     return call

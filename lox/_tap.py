@@ -513,14 +513,14 @@ def run_with(deliver: HostFunction, call: Callable[[], tuple[Any, Any]], wait: b
             jax.block_until_ready(token)  # the token is there once the last callback has returned
     except Exception as raised:
         error = deliver.pop_error()
-        if error is None or not _is_report_of(error, raised):
+        if error is None or not is_report_of(error, raised):
             raise
         _compat.forget_failed_effects(type(error).__name__)
         raise error from None
     return out
 
 
-def _is_report_of(error: BaseException, raised: BaseException) -> bool:
+def is_report_of(error: BaseException, raised: BaseException) -> bool:
     """Whether what XLA has raised is what the callback has; it may also stem from an earlier call, under jit."""
     if not isinstance(raised, jax.errors.JaxRuntimeError):
         return raised is error

@@ -947,5 +947,5 @@ def test_warnings_of_loggers_point_to_the_line_that_made_the_logger(tmp_path):
         with pytest.raises(OSError, match="no space left"):
             logger.close()
     texts = [str(w.message).split(":")[0] for w in found]
-    assert texts == ["'i' had more events than its capacity", "Broken failed writing 'i'"]
+    assert texts == ["'i' had more events than its capacity", "Broken failed writing 'i' of run '0'"]
     assert {(w.filename, w.lineno) for w in found} == {(__file__, line)}

@@ -1,5 +1,6 @@
 """tap: order, buffers, reductions, failing callbacks."""
 
+import contextlib
 import dataclasses
 import threading
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from optional import devices
 
 import lox
+from lox import _emit
 
 
 def scanned(x: Any) -> Any:
@@ -251,3 +253,73 @@ def test_callbacks_of_several_threads_do_not_interleave() -> None:
     for t in threads:
         t.join()
     assert worst == 1
+
+
+# --- exceptions out of compiled programs ---
+
+
+class Mine(Exception):
+    pass
+
+
+def test_reraise_gives_what_the_callback_has_raised() -> None:
+    error = Mine("the reason\nand more", 3)
+
+    def raising(logs: Any) -> None:
+        raise error
+
+    f = jax.jit(lox.tap(scanned, raising))
+    for _ in range(2):
+        with pytest.raises(Mine) as caught, lox.reraise():
+            jax.block_until_ready(f(X))
+        assert caught.value is error
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"Mine: .*the reason"):
+        jax.block_until_ready(f(X))
+    with pytest.raises(lox.NonFiniteError, match=r"^'c' is inf at step=0"), lox.reraise():
+        jax.block_until_ready(jax.jit(lox.watch(lox.spool(scanned, keep_logs=True)))(X * jnp.inf))
+    with pytest.raises(Mine), lox.reraise():
+        lox.tap(scanned, raising)(X)  # which raises it by itself
+
+
+def test_reraise_leaves_everything_else_as_it_is() -> None:
+    with lox.reraise():
+        assert float(jax.jit(lox.tap(scanned, lambda logs: None))(X)) == 8.0
+    for error in (ValueError("mine"), jax.errors.JaxRuntimeError("INTERNAL: something else")):
+        with pytest.raises(type(error)) as caught, lox.reraise():
+            raise error
+        assert caught.value is error
+
+
+def test_reraise_on_several_threads_and_one_inside_the_other() -> None:
+    def caught_by(number: int) -> Any:
+        error = Mine(f"number {number}")
+
+        def raising(logs: Any) -> None:
+            raise error
+
+        f = jax.jit(lox.tap(scanned, raising))
+        try:
+            with lox.reraise(), lox.reraise():
+                jax.block_until_ready(f(X))
+        except Mine as found:
+            return found is error
+        return None
+
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda n=n: found.append(caught_by(n))) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+
+
+def test_nobody_listens_after_reraise() -> None:
+    def raising(logs: Any) -> None:
+        raise Mine("gone")
+
+    for callback in (raising, lambda logs: None):
+        with contextlib.suppress(Mine), lox.reraise():
+            assert len(_emit._listeners) == 1
+            jax.block_until_ready(jax.jit(lox.tap(scanned, callback))(X))
+        assert _emit._listeners == ()
