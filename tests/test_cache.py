@@ -224,6 +224,7 @@ def scanned(x: Any) -> Any:
 
 
 def test_export() -> None:
+    pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers to serialize")
     for fun in (lox.spool(scanned), lox.spool(scanned, reduce="mean"), lox.nolog(scanned)):
         exported = jax.export.export(jax.jit(lambda x, fun=fun: jax.tree.leaves(fun(x))))(jnp.float32(1))
         again = jax.export.deserialize(exported.serialize())

@@ -11,6 +11,7 @@ from exact import f32, i32, same
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optional import devices
 
 import lox
 
@@ -22,7 +23,7 @@ jitted_or_not = pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager
 
 
 def mesh_of(kind: AxisType, shape: tuple[int, ...] = (DEVICES,), names: tuple[str, ...] = ("d",)) -> Mesh:
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices()[: int(np.prod(shape))])
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=devices(int(np.prod(shape))))
 
 
 def use(mesh: Mesh) -> Any:

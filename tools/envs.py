@@ -37,12 +37,13 @@ class Cell:
     jax: str
     extras: tuple[str, ...] = ("test",)
     others: tuple[str, ...] = ()
-    pytest: tuple[str, ...] = ("-n", "2")
+    tests: tuple[str, ...] = ()  # all
 
     def smoke(self) -> "Cell":
         """A smaller environment for fewer tests: every transformation of lox under every one of JAX."""
         tests = ("tests/test_log.py", "tests/test_transforms.py", "tests/test_readme.py")
-        return replace(self, name=f"smoke-{self.name}", extras=(), others=("pytest>=8",), pytest=tests)
+        others = ("pytest>=8", "pytest-xdist>=3.6")
+        return replace(self, name=f"smoke-{self.name}", extras=(), others=others, tests=tests)
 
 
 # No upper bound: a new JAX is to be tested on the day it is released. The lower one turns an index
@@ -66,6 +67,8 @@ def chosen(names: list[str], arguments: list[str]) -> list[Cell]:
     cells = [cell for cell in CELLS.values() if cell.name in names or "all" in names]
     if "smoke" in names and not arguments:  # which select tests of their own
         cells += [cell.smoke() for cell in CELLS.values() if cell not in cells]
+    if not cells:
+        sys.exit("MATRIX=smoke has tests of its own: name a cell to run others")
     return cells
 
 
@@ -219,7 +222,7 @@ def run_pytest(cell: Cell, base: Python, python: Path, arguments: list[str]) -> 
 
     start = time.monotonic()
     # -P keeps the working directory off the path: lox must come from the wheel.
-    code = run(python, "-P", "-m", "pytest", *cell.pytest, f"--junit-xml={report}", *arguments)
+    code = run(python, "-P", "-m", "pytest", "-n", "2", f"--junit-xml={report}", *cell.tests, *arguments)
     seconds = time.monotonic() - start
 
     if report.exists():
