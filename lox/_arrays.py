@@ -8,6 +8,8 @@ import numpy as np
 
 from lox import _compat
 
+is_prng_key = _compat.is_prng_key
+
 
 def numpy_for(*trees: Any) -> Any:
     """NumPy if all arrays are NumPy's, so that host code never starts a JAX computation; else jax.numpy."""
@@ -19,11 +21,6 @@ def numpy_for(*trees: Any) -> Any:
 def as_array(x: Any) -> Any:
     """A Python number as an array: JAX passes them through primitives as they are."""
     return jnp.asarray(x) if isinstance(x, int | float | complex) and not isinstance(x, np.generic) else x
-
-
-def is_prng_key(dtype: Any) -> bool:
-    """Whether this is the dtype of typed PRNG keys."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def missing_value(dtype: Any) -> Any:
@@ -45,9 +42,7 @@ def missing_step(dtype: Any) -> Any:
 
 def zeros(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
     """`jnp.zeros` that knows PRNG keys and explicit sharding too."""
-    if is_prng_key(dtype):
-        return jnp.broadcast_to(jax.random.key(0, impl=dtype._impl.name), shape)
-    if sharding is not None:
+    if is_prng_key(dtype) or sharding is not None:
         return _compat.zeros_of(_compat.array_type(shape, dtype, sharding))
     return jnp.zeros(shape, dtype)
 
@@ -58,7 +53,7 @@ def promote(*dtypes: Any) -> Any:
     with jax.numpy_dtype_promotion("standard"):  # that events of a key are promoted is our promise, not the user's slip
         for dtype in rest:
             if dtype != first:
-                first = jnp.promote_types(first, dtype)
+                first = jax.dtypes.canonicalize_dtype(jnp.promote_types(first, dtype))  # int64 only in x64 mode
     return first
 
 
@@ -67,6 +62,24 @@ def wide_float(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return dtype
     return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
+def slice_rows(x: Any, start: int, stop: int | None = None, step: int = 1) -> Any:
+    """`x[start:stop:step]` of a JAX array; indexing is a gather to JAX 0.7, which does not know PRNG keys."""
+    size = x.shape[0]
+    return jax.lax.slice_in_dim(x, min(start, size), size if stop is None else stop, step)
+
+
+def take(x: Any, indices: Any, axis: int) -> Any:
+    """`x.take(indices, axis)`, of PRNG keys too."""
+    if is_prng_key(x.dtype):
+        return _compat.map_words(lambda words: words.take(indices, axis), x)
+    return x.take(indices, axis)
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """`x.astype(dtype)`, which PRNG keys do not have."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def strong(x: Any) -> Any:

@@ -40,7 +40,6 @@ from jax.interpreters import partial_eval as pe
 
 Var = jex_core.Var
 Literal = jex_core.Literal
-Primitive = jex_core.Primitive
 jaxpr_as_fun = jex_core.jaxpr_as_fun
 Trace = jax.core.Trace
 Tracer = jax.core.Tracer
@@ -51,6 +50,22 @@ PjitFunction = type(jax.jit(lambda: None))
 _trace_home: Any = jex_core if hasattr(jex_core, "set_current_trace") else _core
 set_current_trace = _trace_home.set_current_trace
 take_current_trace = _trace_home.take_current_trace
+
+
+class Primitive(jex_core.Primitive):
+    """A primitive of lox's own.
+
+    `jax.experimental.jet` is heavy, so it is not imported for the sake of its table of rules: who uses it has.
+    """
+
+    jet_rule: Any = None
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        """As JAX's."""
+        jet = sys.modules.get("jax.experimental.jet")
+        if jet is not None:
+            jet.jet_rules.setdefault(self, self.jet_rule)
+        return super().bind(*args, **params)
 
 
 def current_trace() -> Any:
@@ -298,6 +313,11 @@ def without_consts(closed: Any) -> tuple[Any, list[Any]]:
     return opened, list(closed.consts)
 
 
+def close_jaxpr(jaxpr: Any, consts: Any = ()) -> Any:
+    """The open jaxpr with these constants."""
+    return jaxpr.with_consts(list(consts)) if MERGED_JAXPR else _ClosedJaxpr(jaxpr, list(consts))
+
+
 def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     """Every jaxpr among an equation's parameters."""
     found = []
@@ -509,7 +529,7 @@ def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple
     logs = log_effect in effects or hidden_log(primitive, params) is not None
     logs = logs or log_effect in getattr(params.get("exported"), "unordered_effects", ())  # of `jax.export`
     rules = is_custom_call(primitive) and not _is_jax_own(params.get("call_jaxpr"))
-    rules = rules or primitive.name == LOG_GRAD_NAME
+    rules = rules or primitive.name in (LOG_GRAD_NAME, "remat_opt")
     for jaxpr in sub_jaxprs(params):
         sub_logs, sub_rules = _concerns(jaxpr)
         logs, rules = logs or sub_logs, rules or sub_rules
@@ -766,8 +786,24 @@ def aval_of(x: Any) -> Any:
     return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
 
 
+def is_prng_key(dtype: Any) -> bool:
+    """Whether this is the dtype of typed PRNG keys."""
+    return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def map_words(fun: Any, keys: Any) -> Any:
+    """What `fun` makes of the words of PRNG keys, as keys."""
+    return jax.random.wrap_key_data(fun(jax.random.key_data(keys)), impl=keys.dtype._impl.name)
+
+
 def zeros_of(aval: Any) -> Any:
-    """Zeros of exactly this type: sharding and varying axes included, which `jnp.zeros` would lose."""
+    """Zeros of exactly this type: sharding and varying axes included, which `jnp.zeros` would lose.
+
+    Of PRNG keys those whose words are zero; what JAX takes for their zeros are no keys.
+    """
+    if is_prng_key(aval.dtype):
+        words = jax.numpy.zeros((*aval.shape, *aval.dtype._impl.key_shape), np.uint32)
+        return with_varying_axes_of(jax.random.wrap_key_data(words, impl=aval.dtype._impl.name), aval)
     sharding = explicit_sharding(aval)
     if sharding is not None and jax.sharding.get_abstract_mesh().empty:
         # An array knows its mesh, but making a new one takes a mesh around. Outside of jit it takes the devices too,
@@ -1025,7 +1061,12 @@ def report_primals(primitive: Any, stand_in: Any = None) -> None:
         outs = primitive.bind(*primals, **params)
         return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
 
+    def jet(primals: Any, series: Any, **params: Any) -> Any:
+        outs = primitive.bind(*primals, **params)
+        return outs, [[zeros_of(jax.typeof(x))] * len(series[0]) for x in outs]
+
     ad.primitive_jvps[primitive] = jvp
+    primitive.jet_rule = jet
     keep_in_loop(primitive)
     run_in_forward_pass(primitive, stand_in)
 
@@ -1095,6 +1136,26 @@ def _call_in_order(ctx: Any, callback: Any, operands: Any, kind: str | None = No
     if order is not None:
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({order: token})))
     return results
+
+
+def allow_order_with_offloading() -> None:
+    """Let programs with ordered effects have results whose memory space is known.
+
+    JAX counts the tokens among the results of a program, but not in the list of memory spaces that it compares with
+    them, so that lowering fails. A checkpoint policy that offloads is enough to have such a list.
+    """
+    from jax._src.interpreters import mlir as internal
+
+    lower = internal.lower_jaxpr_to_fun
+
+    @functools.wraps(lower)
+    def lower_jaxpr_to_fun(ctx: Any, name: Any, jaxpr: Any, effects: Any, *args: Any, **kwargs: Any) -> Any:
+        kinds = kwargs.get("propagated_out_mem_kinds")
+        if kinds is not None and len(kinds) == len(out_avals(jaxpr)):
+            kwargs["propagated_out_mem_kinds"] = (*[None] * len(effects), *kinds)
+        return lower(ctx, name, jaxpr, effects, *args, **kwargs)
+
+    internal.lower_jaxpr_to_fun = lower_jaxpr_to_fun
 
 
 def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:

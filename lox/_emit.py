@@ -249,7 +249,7 @@ def _impl(token: Any, *operands: Any, deliver: Deliver, packet: Any, conditional
     # The token first: once it is there, what was emitted before has arrived, and no computation is under way with which
     # the conversions could get into each other's way.
     order = np.asarray(token)
-    arrays = [np.asarray(x) for x in operands]
+    arrays = [np.asarray(_arrays.as_array(x)) for x in operands]
     (new,) = _host_call(deliver, packet, [x.ndim for x in arrays])(order, *arrays)
     return [token if new is order else jnp.asarray(new)]
 
@@ -297,4 +297,6 @@ pass_p.def_abstract_eval(lambda token: [token])
 mlir.register_lowering(pass_p, lambda ctx, token: [token])
 batching.primitive_batchers[pass_p] = lambda operands, dims: (pass_p.bind(*operands), dims)
 ad.deflinear2(pass_p, lambda cotangents, token: cotangents)
+pass_p.jet_rule = lambda primals, series: (primals, series)
 _compat.report_primals(emit_p, pass_p)
+_compat.allow_order_with_offloading()

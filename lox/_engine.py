@@ -270,6 +270,10 @@ def _announced(run: Run, find: Callable[[], dict[str, Tally]]) -> Iterator[None]
     run.handler.after(run, completed=True)
 
 
+# What JAX, if no transformation is around, evaluates equation by equation. To compile it would ask for more.
+_EVALUATED = frozenset(["remat2", "checkpoint", "remat_opt", "custom_vmap_call"])
+
+
 class LogTrace(_compat.Trace):  # type: ignore[misc]
     """Hands logs to a run and everything else to the trace around."""
 
@@ -292,6 +296,9 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
                 if self.run.logged is not None:
                     self.run.has_rules |= _compat.eqn_has_rules(primitive, params)
                 return _hidden.pass_on(primitive, tracers, params)
+            if evaluating and primitive.name in _EVALUATED:
+                with _compat.set_current_trace(self):
+                    return primitive.impl(*tracers, **params)
             run, handler = self.run, self.run.handler
             run.list_logs(primitive, params)
             with _announced(run, lambda: tally_of(primitive, params, run.here(), handler.counts)):

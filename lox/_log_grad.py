@@ -92,6 +92,7 @@ def _transpose(cotangents: Any, *operands: Any, event: Label) -> list[Any]:
 
 ad.primitive_jvps[log_grad_p] = _jvp
 ad.primitive_transposes[log_grad_p] = _transpose
+log_grad_p.jet_rule = lambda primals, series, event: (log_grad_p.bind(*primals, event=event), event.of(series))
 
 
 def log_grad(

@@ -408,7 +408,7 @@ class logdict(dict[str, Any]):
                 axis = self._outer(key)
                 keep = np.flatnonzero(valid.any(tuple(i for i in range(valid.ndim) if i != axis)))
                 if len(keep) < valid.shape[axis]:
-                    self._map_events(key, lambda x, axis, keep=keep: x.take(keep, axis), new)
+                    self._map_events(key, lambda x, axis, keep=keep: _arrays.take(x, keep, axis), new)
                     valid = valid.take(keep, axis)
             if valid.all():
                 del new.valid[key]

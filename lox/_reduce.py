@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lox import _arrays, _errors, _lanes
+from lox import _arrays, _compat, _errors, _lanes
 from lox._lanes import Laned
 
 
@@ -105,6 +105,18 @@ def _sum_finish(state: Any) -> Any:
     return state[0] if len(state) == 1 else _total(state[:2]).astype(state[2].dtype)
 
 
+def promoted(reduction: Reduction, state: Any, fresh: Any) -> Any:
+    """The same state for values of another dtype, for which a state without events is `fresh`; None if it cannot be."""
+    if reduction is _REDUCTIONS["sum"] and len(state) < len(fresh):  # of integers, from now on of floats
+        (total,), (zero, _, model) = state, fresh
+        high = total.astype(jnp.real(zero).dtype)
+        low = (total - high.astype(total.dtype)).astype(high.dtype)
+        return high.astype(zero.dtype), low.astype(zero.dtype), model
+    if jax.tree.structure(state) != jax.tree.structure(fresh):
+        return None
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), state, fresh)
+
+
 def _mean_dtype(x: Any) -> Any:
     return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.mean(x[None], 0).dtype
 
@@ -155,23 +167,21 @@ def with_weights(state: Any, count: Any) -> Any:
     return (high, low), (weight, jnp.zeros_like(weight)), model
 
 
-# Welford's recurrence with a compensated mean: stable when the mean is large against the spread.
+# Welford's recurrence. The mean has its low-order bits apart, so that deviations are as exact where it is large against
+# the spread as where it is not; a mean rounded to float32 would cost half of the digits.
 def _var_init(x: Any) -> Any:
     zero = _wide(x.astype(_mean_dtype(x)))
     square = jnp.real(zero)
-    return (zero, zero), (square, square), jnp.zeros((), jnp.float32), x.astype(_mean_dtype(x))
+    return (zero, zero), (square, square), jnp.zeros((), jnp.int32), x.astype(_mean_dtype(x))
 
 
 def _var_update(state: Any, x: Any) -> Any:
-    total, squares, n, model = state
-    x = x.astype(total[0].dtype)
-    before = _total(total) / jnp.maximum(n, 1).astype(x.dtype)
-    total = _add(total, x)
-    after = _total(total) / (n + 1).astype(x.dtype)
-    deviation = jnp.where(n == 0, jnp.zeros_like(squares[0]), jnp.real((x - before) * jnp.conj(x - after)))
-    # A first event that is NaN or infinite must show, though a single event deviates by nothing.
-    deviation = deviation + jnp.real(x - x)
-    return total, _add(squares, deviation), n + 1, model
+    mean, squares, n, model = state
+    x, n = x.astype(mean[0].dtype), n + 1
+    before = (x - mean[0]) - mean[1]
+    mean = _add(mean, before / n.astype(x.dtype))
+    after = (x - mean[0]) - mean[1]
+    return mean, _add(squares, jnp.real(before * jnp.conj(after))), n, model
 
 
 def _var_finish(state: Any) -> Any:
@@ -185,14 +195,21 @@ def _extreme(name: str, choose: Any, start: Any) -> Reduction:
 
 def _lowest(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf
+        return -_highest(dtype) if _is_signed(dtype) else jnp.finfo(dtype).min
     return False if dtype.kind == "b" else jnp.iinfo(dtype).min
 
 
 def _highest(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.complexfloating):  # ordered by the real part, then by the imaginary
+        return complex(np.inf, np.inf)
     if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.inf
+        infinity = np.asarray(np.inf).astype(dtype)  # which small floats may lack: then it is NaN, or the largest
+        return np.inf if infinity.astype(np.float32) == np.inf else jnp.finfo(dtype).max
     return True if dtype.kind == "b" else jnp.iinfo(dtype).max
+
+
+def _is_signed(dtype: Any) -> bool:
+    return bool(np.asarray(-1).astype(dtype) < np.asarray(1).astype(dtype))  # float8_e8m0fnu is not
 
 
 _REDUCTIONS = {
@@ -238,6 +255,9 @@ def over_events(reduction: Reduction, x: Laned, valid: Laned | None, axis: int) 
     What is all in memory needs no loop; the results are those of the streaming reductions but for rounding.
     """
     with jax.numpy_dtype_promotion("standard"):
+        if reduction.name in ("first", "last") and _arrays.is_prng_key(x.tree.dtype):
+            words = lambda data: _over_events(reduction, Laned(data, x.flags), valid, axis, _arrays.missing_value)  # noqa: E731
+            return _compat.map_words(words, x.tree)
         return _over_events(reduction, x, valid, axis, _arrays.missing_value)
 
 
@@ -301,8 +321,11 @@ def _over_var(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
     dtype = _floating(x)
     x = x.astype(_arrays.wide_float(dtype))
     center = xp.expand_dims(_over_mean(xp, x, happened, count, axis), axis)
-    squares = xp.abs(_only(xp, x - center, happened, 0)) ** 2
-    return (squares.sum(axis) / xp.maximum(count, 1)).astype(np.zeros(0, dtype).real.dtype)
+    deviations, count = _only(xp, x - center, happened, 0), xp.maximum(count, 1)
+    squares = (xp.abs(deviations) ** 2).sum(axis) / count
+    # The mean has been rounded, which shows where it is large against the spread: so does the mean of the deviations.
+    off = deviations.sum(axis) / count
+    return (squares - xp.abs(off) ** 2).astype(np.zeros(0, dtype).real.dtype)
 
 
 def _over_std(xp: Any, *args: Any) -> Any:
@@ -310,11 +333,16 @@ def _over_std(xp: Any, *args: Any) -> Any:
 
 
 def _over_min(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
-    return _only(xp, x, happened, _highest(x.dtype)).min(axis)
+    return _comparable(_only(xp, x, happened, _highest(x.dtype))).min(axis).astype(x.dtype)
 
 
 def _over_max(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
-    return _only(xp, x, happened, _lowest(x.dtype)).max(axis)
+    return _comparable(_only(xp, x, happened, _lowest(x.dtype))).max(axis).astype(x.dtype)
+
+
+def _comparable(x: Any) -> Any:
+    """Small floats in 32 bits: jnp begins with an infinity, which is NaN for those that have none."""
+    return x.astype(_arrays.wide_float(x.dtype)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 def _over_first(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:

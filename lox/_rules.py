@@ -83,6 +83,27 @@ def _custom_vmap(run: Run, primitive: Any, params: dict[str, Any], args: list[An
     return primitive.bind(*args, **dict(params, call=transformed(run, params["call"], run.state).jaxpr, rule=rule))
 
 
+def _remat_opt(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """The forward rule of a custom_vjp with `optimize_remat`, for which JAX puts the function itself if it can."""
+    if not run.handler.in_place:
+        # The events are those of the rule, whatever is optimized later.
+        return _inline(run, primitive, params, args)
+    inside = run.block(())
+
+    def without_logs() -> tuple[Any, list[Any]]:
+        inside.inside = inside.path
+        original = _compat.close_jaxpr(*params["fun_jaxpr_thunk"]())
+        return _compat.split_jaxpr(transformed(inside, original, ()).jaxpr)
+
+    jaxpr, consts = _compat.without_consts(transformed(run, params["fwd_jaxpr"], run.state).jaxpr)
+    changed = dict(
+        fwd_jaxpr=_compat.close_jaxpr(jaxpr),
+        num_consts=len(consts) + params["num_consts"],
+        fun_jaxpr_thunk=functools.cache(without_logs),
+    )
+    return primitive.bind(*consts, *args, **dict(params, **changed))
+
+
 # --- loops ---------------------------------------------------------------------------------------
 
 
@@ -585,6 +606,7 @@ RUN_ONCE = frozenset(
         "custom_vjp_call",
         "custom_vmap_call",
         "custom_linear_solve",
+        "remat_opt",
         "shard_map",
     ]
 )
@@ -594,6 +616,7 @@ RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
     "pjit": _jit,
     "remat2": _remat,
     "checkpoint": _remat,
+    "remat_opt": _remat_opt,
     "scan": _scan,
     "while": _while,
     "cond": _cond,

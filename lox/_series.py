@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lox import _errors, _lanes
-from lox._arrays import missing_step, numpy_for, promote, zeros
+from lox._arrays import missing_step, numpy_for, promote, slice_rows, zeros
 from lox._lanes import Laned, Lanes
 
 
@@ -154,7 +154,7 @@ def every(series: Series, interval: int, seen: int | Laned) -> tuple[Series, int
         if series.single and not seen % interval:
             return series, seen + 1
         series = series.expanded()
-        return jax.tree.map(lambda x: x[-seen % interval :: interval], series), seen + series.count()
+        return jax.tree.map(lambda x: slice_rows(x, -seen % interval, step=interval), series), seen + series.count()
     series = series.expanded()
     happened = Laned(jnp.ones(series.count(), bool)) if series.valid is None else series.valid
     first = Laned(jnp.asarray(seen)) if isinstance(seen, int) else seen

@@ -133,7 +133,7 @@ class Fold:
         for state, value, (_, dtype, _) in zip(old.states, event.values[key], old.items, strict=True):
             weight = (event.weight or Laned(jnp.ones((), jnp.float32))) if self.reduction.weighted else None
             lanes = _union(key, state, value, happened, weight)
-            args = [_lanes.widen(x, lanes).tree for x in (state, Laned(value.tree.astype(dtype), value.flags))]
+            args = [_lanes.widen(x, lanes).tree for x in (state, Laned(_arrays.cast(value.tree, dtype), value.flags))]
             if weight is not None:
                 args.append(_lanes.widen(weight, lanes).tree)
             update = self.reduction.update
@@ -180,7 +180,13 @@ class Fold:
             lanes = _union(self.key, state, self.count)
             state, fresh = _lanes.widen(state, lanes), _lanes.widen(fresh, lanes)
             some = _lanes.widen(self.count.map(lambda n: n > 0), lanes)
-            cast = jax.tree.map(lambda x, y: x.astype(y.dtype), state.tree, fresh.tree)
+            cast = _reduce.promoted(self.reduction, state.tree, fresh.tree)
+            if cast is None:
+                was, now = (", ".join(dict.fromkeys(str(dtype) for _, dtype, _ in of)) for of in (self.items, items))
+                raise _errors.MismatchError(
+                    f"{self.key!r} is logged as {was} and as {now}, for which the state of its reduction is not the "
+                    f"same tree.\n  logged at {self.site}\nLog values of one dtype."
+                )
             states.append(Laned(_choose(some, cast, fresh.tree), lanes.flags))
         return dataclasses.replace(self, states=states, items=items)
 
@@ -302,14 +308,14 @@ class Buffer:
         lane_mask = event.mask if event.mask is not None and event.mask.ndim else None
 
         def put(buffer: Laned | None, x: Laned, dtype: Any, fill: Any) -> Laned:
-            x = Laned(x.tree[None].astype(dtype), x.flags)
+            x = Laned(_arrays.cast(x.tree[None], dtype), x.flags)
             if buffer is None:
                 buffer = x.map(lambda a: _empty_rows(size, a[0], fill))
             lanes = _lanes.union(_lanes.lanes_of(buffer, 1), _lanes.lanes_of(x, 1))
             if lanes is None:
                 raise _errors.MismatchError(f"{key!r} is logged under different vmaps, which do not fit together.")
             buffer, x = _lanes.widen(buffer, lanes, 1), _lanes.widen(x, lanes, 1)
-            target = buffer.tree.astype(dtype)
+            target = _arrays.cast(buffer.tree, dtype)
             return Laned(jax.lax.dynamic_update_index_in_dim(target, x.tree[0], slot, 0), lanes.flags)
 
         values = [
@@ -340,7 +346,7 @@ class Buffer:
         # The first row settles the type of the buffer; the others can then go through a loop.
         buffer = take_row(self, _row(rows, 0)) if rows.count() else self
         if rows.count() > 1:
-            rest = dataclasses.replace(jax.tree.map(lambda x: x[1:], rows), single=True)
+            rest = dataclasses.replace(jax.tree.map(lambda x: _arrays.slice_rows(x, 1), rows), single=True)
             buffer, _ = jax.lax.scan(lambda b, row: (take_row(b, row), None), buffer, rest)
         return buffer
 
@@ -384,7 +390,7 @@ class Buffer:
     def finish(self, certain: bool) -> Series:
         """The events, in slots of which the first `count` are filled."""
         del certain
-        rows = jax.tree.map(lambda x: x[: self.capacity], self.rows)
+        rows = self.full()
         slots = jnp.arange(self.capacity).reshape((-1,) + (1,) * self.count.ndim)
         filled = Laned(slots < self.count.tree, self.count.flags)
         if rows.valid is not None:
@@ -396,7 +402,7 @@ class Buffer:
 
     def full(self) -> Series:
         """The events, if it is known that there are as many as there is room for."""
-        return jax.tree.map(lambda x: x[: self.capacity], self.rows)
+        return jax.tree.map(lambda x: _arrays.slice_rows(x, 0, self.capacity), self.rows)
 
     def dropped(self) -> Any:
         """How many events did not fit."""
@@ -484,4 +490,6 @@ def _empty_rows(count: int, like: Any, fill: Any = 0) -> Any:
 
 
 def _row(series: Series, index: int) -> Series:
-    return dataclasses.replace(jax.tree.map(lambda x: x[index], series), single=True)
+    return dataclasses.replace(
+        jax.tree.map(lambda x: jax.lax.index_in_dim(x, index, keepdims=False), series), single=True
+    )

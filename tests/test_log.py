@@ -219,6 +219,81 @@ def test_prng_keys_can_be_printed_and_tapped(capsys, wrap):
     assert [list(e) for e in events] == [["key", "x"]]
 
 
+def words(tree):
+    """PRNG keys as arrays."""
+    is_key = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_prng_keys_in_a_vmapped_branch(wrap):
+    keys = jax.random.split(jax.random.key(7), 3)
+    data = np.asarray(jax.random.key_data(keys))
+
+    def f(n, key):
+        return jax.lax.cond(n > 0, lambda key: (lox.log({"key": key}), n)[1], lambda key: n, key)
+
+    f = wrap(jax.vmap(f))
+    out, logs = lox.spool(f)(jnp.arange(3), keys)
+    same(out, i32([0, 1, 2]))
+    same(logs.valid["key"], boolean([[False, True, True]]))
+    same(words(logs)["key"][0, 1:], data[1:])
+    same(words(logs.lane(2))["key"], data[2:])
+    same(words(logs.lane(0))["key"], data[:0])
+    for how in ("first", "last"):
+        for reduced in (lox.spool(f, reduce=how)(jnp.arange(3), keys)[1], logs.reduce(how)):
+            same(reduced.valid["key"], boolean([False, True, True]))
+            same(words(reduced)["key"][1:], data[1:])
+    events = []
+    lox.tap(f, events.append)(jnp.arange(3), keys)
+    lox.tap(f, events.append, buffer=2)(jnp.arange(3), keys)
+    same(events[0].valid["key"], boolean([False, True, True]))
+    same(events[0]["key"][1:], data[1:])
+    same(events[1]["key"][0, 1:], data[1:])
+    assert len(events) == 2
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_prng_keys_in_a_while_loop(wrap):
+    def f(n, key):
+        def body(carry):
+            i, key = carry
+            lox.log({"key": key})
+            return i + 1, jax.random.fold_in(key, i)
+
+        return jax.lax.while_loop(lambda carry: carry[0] < n, body, (0, key))[0]
+
+    key, expected = jax.random.key(7), []
+    for i in range(3):
+        expected.append(jax.random.key_data(key))
+        key = jax.random.fold_in(key, i)
+    expected, key = np.asarray(expected), jax.random.key(7)
+    same(words(lox.spool(wrap(f), capacity=5)(3, key)[1]), {"key": expected})
+    same(words(lox.spool(wrap(f), capacity=5, interval=2)(3, key)[1]), {"key": expected[::2]})
+    for how, n in (("first", 0), ("last", 2)):
+        same(words(lox.spool(wrap(f), reduce=how)(3, key)[1]), {"key": expected[n]})
+        same(words(lox.spool(wrap(f), capacity=5)(3, key)[1].reduce(how)), {"key": expected[n]})
+    for buffer in (None, 2):
+        events = []
+        lox.tap(wrap(f), events.append, buffer=buffer)(3, key)
+        same(np.concatenate([e["key"].reshape(-1, 2) for e in events]), expected)
+    lanes, logs = lox.spool(wrap(jax.vmap(f, in_axes=(0, None))), capacity=5)(jnp.arange(1, 4), key)
+    same(lanes, i32([1, 2, 3]))
+    for lane in range(3):
+        same(words(logs.lane(lane)), {"key": expected[: lane + 1]})
+
+
+@pytest.mark.parametrize("options", [{"reduce": "first"}, {"reduce": "last"}, {"interval": 2}, {"capacity": 1}])
+def test_prng_keys_outside_loops(options):
+    def f(key):
+        lox.log({"key": key}, where=True)
+        lox.log({"key": jax.random.fold_in(key, 1)}, where=False)
+
+    key = jax.random.key(7)
+    _, logs = lox.spool(f, **options)(key)
+    same(words(logs)["key"].reshape(2), np.asarray(jax.random.key_data(key)))
+
+
 def test_a_mapping_that_is_no_dict():
     import types
 

@@ -949,3 +949,174 @@ def test_warnings_of_loggers_point_to_the_line_that_made_the_logger(tmp_path):
     texts = [str(w.message).split(":")[0] for w in found]
     assert texts == ["'i' had more events than its capacity", "Broken failed writing 'i' of run '0'"]
     assert {(w.filename, w.lineno) for w in found} == {(__file__, line)}
+
+
+# --- reductions and dtypes ---
+
+DTYPES = ["bool", "int8", "uint32", "int32", "float16", "bfloat16", "float32", "complex64"]
+VALUES = [3, 0, 100]
+REDUCTIONS = ["mean", "sum", "min", "max", "first", "last", "std", "var", "count"]
+
+
+def expected_of(how, dtypes):
+    with jax.numpy_dtype_promotion("standard"):
+        joint = jax.dtypes.canonicalize_dtype(jnp.promote_types(*dtypes[:2]))
+    stacked = jnp.stack([jnp.asarray(x, d).astype(joint) for x, d in zip(VALUES, dtypes, strict=True)])
+    own = {"first": lambda x: x[0], "last": lambda x: x[-1], "count": lambda x: jnp.int32(len(x))}
+    return own.get(how, getattr(jnp, how, None))(stacked)
+
+
+def in_a_row(logs):
+    for log in logs:
+        log(None)
+
+
+def in_branches(logs):
+    for k, log in enumerate(logs):
+        jax.lax.cond(k >= 0, lambda: (log(None), 0)[1], lambda: (logs[k - 1](None), 0)[1])  # noqa: B023
+
+
+def in_loops(logs):
+    def body(i, _):  # the second iteration logs nothing
+        for log in logs:
+            log(i == 0)
+        return i + 1, None
+
+    jax.lax.scan(body, 0, length=2)
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex")
+@pytest.mark.parametrize(
+    ("place", "first"),
+    [(in_a_row, d) for d in DTYPES] + [(place, d) for place in (in_branches, in_loops) for d in ("int8", "float32")],
+)
+def test_events_of_two_dtypes_reduce_to_what_jnp_makes_of_them_together(place, first):
+    reductions = REDUCTIONS if place is in_a_row else ["sum", "min"]
+    how_of = {f"{how}/{second}": how for how in reductions for second in DTYPES}
+    dtypes_of = {second: [first, second, first] for second in DTYPES}
+
+    def logger(n, x):
+        def log(where):
+            lox.log({k: x.astype(dtypes_of[k.split("/")[1]][n]) for k in how_of}, where=where)
+
+        return log
+
+    def f(values):
+        place([logger(n, x) for n, x in enumerate(values)])
+
+    def check(logs):
+        for key, how in how_of.items():
+            want = expected_of(how, dtypes_of[key.split("/")[1]])
+            got = logs[key]
+            assert (got.dtype, got.shape) == (want.dtype, want.shape), key
+            wide = np.complex64 if want.dtype == np.complex64 else np.float32
+            rtol = 1e-2 if want.dtype.itemsize == 2 else 1e-6
+            np.testing.assert_allclose(np.asarray(got).astype(wide), np.asarray(want).astype(wide), rtol, err_msg=key)
+
+    values = [jnp.asarray(x) for x in VALUES]
+    check(lox.spool(f, reduce=how_of)(values)[1])
+    if place is in_a_row:
+        check(jax.tree.map(np.asarray, lox.spool(f)(values)[1]).reduce(how_of))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "lanes"), [(lambda f: f, ()), (jax.jit, ()), (jax.vmap, (2,)), (lambda f: jax.jit(jax.vmap(f)), (2,))]
+)
+def test_the_sum_of_integers_and_floats(wrap, lanes):
+    def f(n, x):
+        lox.log({"a": n, "b": x})
+        lox.log({"a": x, "b": n})
+
+    _, logs = lox.spool(wrap(f), reduce="sum")(jnp.full(lanes, 7), jnp.full(lanes, 0.5))
+    same(logs, {"a": np.full(lanes, 7.5, np.float32), "b": np.full(lanes, 7.5, np.float32)})
+
+
+def test_a_sum_of_integers_keeps_its_digits_when_floats_follow():
+    def f(n):
+        for x in (n, 1, 0.5, -n):
+            lox.log({"x": x})
+
+    same(lox.spool(f, reduce="sum")(jnp.int32(2**24))[1], {"x": f32(1.5)})
+
+
+def test_a_reduction_whose_state_depends_on_the_dtype():
+    own = lox.Reduction(
+        lambda x: (x,) * (1 + jnp.issubdtype(x.dtype, jnp.floating)), lambda state, x: (x, *state[1:]), lambda s: s[0]
+    )
+
+    def f():
+        lox.log({"x": 1})
+        lox.log({"x": 0.5})
+
+    with pytest.raises(lox.MismatchError) as info:
+        lox.spool(f, reduce=own)()
+    assert str(info.value).startswith(
+        "'x' is logged as int32 and as float32, for which the state of its reduction is not the same tree.\n"
+        "  logged at test_options.py:"
+    )
+
+
+SMALL_FLOATS = [
+    "bfloat16",
+    "float16",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn",
+]  # XLA cannot compile the six-bit ones for the CPU
+
+
+@pytest.mark.parametrize("dtype", SMALL_FLOATS)
+@pytest.mark.parametrize("how", ["min", "max"])
+def test_extremes_of_small_floats(how, dtype):
+    dtype = jnp.dtype(dtype)
+    fun, largest = getattr(np, how), float(jnp.finfo(dtype).max)
+    smallest = (
+        0.25 if dtype.name == "float8_e8m0fnu" else float(jnp.finfo(dtype).min)
+    )  # XLA takes the smallest float8_e8m0fnu for zero
+    for values in ([1, 4, 2], [largest] * 2, [smallest] * 2):
+        xs = np.asarray(values, np.float32).astype(dtype)
+        want = np.asarray(fun(np.asarray(values, np.float32))).astype(dtype)
+        for got in (
+            lox.spool(scanned, reduce=how)(jnp.asarray(xs))[1]["x"],
+            lox.spool(scanned)(jnp.asarray(xs))[1].reduce(how)["x"],
+            jax.tree.map(np.asarray, lox.spool(scanned)(jnp.asarray(xs))[1]).reduce(how)["x"],
+        ):
+            assert np.asarray(got).dtype == dtype
+            assert np.asarray(got).tobytes() == want.tobytes()
+
+
+def test_extremes_of_complex_numbers_that_are_infinite():
+    xs = np.asarray([complex(np.inf, 2), complex(np.inf, 1)], np.complex64)
+    for how in ("min", "max"):
+        for x in (xs, -xs):
+            same(lox.spool(scanned, reduce=how)(x)[1], {"x": np.asarray(getattr(np, how)(x))})
+
+
+@pytest.mark.parametrize("how", ["var", "std"])
+@pytest.mark.parametrize("mean", [0.0, 1e4, 1e6, 1e4 + 1e4j])
+def test_the_spread_around_a_large_mean(how, mean):
+    spread = np.random.default_rng(0).normal(size=(1000, 2))
+    xs = (mean + (spread @ [1, 1j] if isinstance(mean, complex) else spread[:, 0])).astype(
+        np.complex64 if isinstance(mean, complex) else np.float32
+    )
+    want = getattr(np, how)(xs.astype(np.complex128 if isinstance(mean, complex) else np.float64))
+    _, logs = lox.spool(scanned, reduce=how)(jnp.asarray(xs))
+    np.testing.assert_allclose(logs["x"], want, rtol=2e-7)
+    outlier = np.concatenate([xs[:1] + 1000, xs])
+    want = getattr(np, how)(outlier.astype(np.complex128 if isinstance(mean, complex) else np.float64))
+    _, logs = lox.spool(scanned, reduce=how)(jnp.asarray(outlier))
+    np.testing.assert_allclose(logs["x"], want, rtol=2e-7)
+    logs = lox.spool(scanned)(jnp.asarray(outlier))[1].reduce(how)
+    np.testing.assert_allclose(logs["x"], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("xs", [[np.inf], [np.nan, 1.0], [1.0, -np.inf], [np.inf, np.inf]])
+@pytest.mark.parametrize("how", ["var", "std"])
+def test_the_spread_of_what_is_not_finite(how, xs):
+    same(lox.spool(scanned, reduce=how)(f32(xs))[1], {"x": f32(np.nan)})

@@ -1,13 +1,18 @@
 """Every event once, with its primal value, under every transformation and inside every primitive."""
 
 import functools
+import subprocess
+import sys
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact import f32, same
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optional import devices
@@ -665,3 +670,143 @@ def test_explicit_sharding() -> None:
         buffered = jax.jit(lox.spool(looped, capacity=4))(x)[1]["v"]
     assert stacked.shape == (3, 16) and mean.shape == (16,) and buffered.shape == (4, 16)
     np.testing.assert_allclose(mean, np.asarray(stacked).mean(0), rtol=1e-6)
+
+
+# --- what JAX evaluates, optimizes or offloads in ways of its own ----------------------------------
+
+
+def _optimized() -> Any:
+    f = jax.custom_vjp(lambda x: noted(2 * x))
+
+    def fwd(x: Any) -> Any:
+        lox.log({"fwd": x})
+        return 2 * x, x
+
+    def bwd(x: Any, g: Any) -> Any:
+        lox.log({"bwd": g * x})
+        return (2 * g,)
+
+    f.defvjp(fwd, bwd, optimize_remat=True)
+    return f
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_forward_rule_with_optimize_remat(jit: bool) -> None:
+    f = _optimized()
+    grad = jax.jit(jax.grad(f)) if jit else jax.grad(f)
+    expected = {"fwd": f32(3), "bwd": f32(3)}
+    received: list[Any] = []
+    for transform in (lox.spool, lambda g: jax.jit(lox.spool(g))):
+        out, logs = transform(grad)(3.0)
+        assert out == 2.0
+        same(logs, expected)
+    assert lox.tap(grad, received.append)(3.0) == 2.0
+    same([dict(x) for x in received], [{"fwd": f32(3)}, {"bwd": f32(3)}])
+    _, logs = lox.spool(jax.vmap(grad))(jnp.arange(2.0))
+    same(logs, {"fwd": f32([0, 1]), "bwd": f32([0, 1])})
+    assert lox.spool(lox.nolog(grad))(3.0) == (2.0, {})
+    # Without the backward pass it is still the rule that runs, even if JAX could do with the function.
+    forward = lambda x: jax.vjp(f, x)[0]  # noqa: E731
+    out, logs = lox.spool(jax.jit(forward) if jit else forward)(3.0)
+    assert out == 6.0
+    same(logs, {"fwd": f32(3)})
+    assert "log" not in str(jax.make_jaxpr(lox.nolog(forward))(3.0))
+    assert lox.spool(lox.nolog(forward))(3.0) == (6.0, {})
+
+
+def test_eager_remat_asks_for_no_more_than_jax() -> None:
+    double_p = jax.extend.core.Primitive("double")  # it has no lowering: nothing that contains it can be compiled
+    double_p.def_impl(lambda x: 2 * jnp.asarray(x))
+    double_p.def_abstract_eval(lambda x: x)
+
+    def f(x: Any) -> Any:
+        y = double_p.bind(x)
+        lox.log({"y": y})
+        return lax.scan(lambda c, _: (noted(c + 1), None), y, length=2)[0]
+
+    with_rule = jax.custom_batching.custom_vmap(f)
+    with_rule.def_vmap(lambda size, batched, x: (x, batched[0]))
+    for layer in (jax.checkpoint(f), with_rule):
+        received: list[Any] = []
+        for _ in range(2):
+            out, logs = lox.spool(layer)(1.0)
+            assert out == 4.0
+            same(logs, {"y": f32(2), "v": f32([3, 4])})
+        assert lox.tap(layer, received.append)(1.0) == 4.0
+        same([dict(x) for x in received], [{"y": f32(2)}, {"v": f32(3)}, {"v": f32(4)}])
+        assert lox.spool(lox.nolog(layer))(1.0) == (4.0, {})
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_jet(jit: bool, capsys: Any) -> None:
+    from jax.experimental.jet import jet
+
+    def f(x: Any) -> Any:
+        lox.log({"x": x}, step=3.0)
+        y = lox.log_grad("dy", x * x)
+        lox.log({"y": y})
+        return y * y
+
+    g = jax.jit(f) if jit else f
+    expected = (16.0, [32.0, 48.0])  # x**4 and its derivatives
+
+    def taylor(fun: Any) -> Any:
+        return lambda x: jet(fun, (x,), ((1.0, 0.0),))
+
+    def check(out: Any) -> None:
+        np.testing.assert_allclose(np.asarray(jax.tree.leaves(out)), np.asarray(jax.tree.leaves(expected)), rtol=1e-6)
+
+    check(taylor(g)(2.0))
+    assert capsys.readouterr().out == "{'x': 2.0} step=3.0\n{'y': 4.0}\n"
+    for spooled in (lox.spool(taylor(g)), jax.jit(lox.spool(taylor(g)))):
+        out, logs = spooled(2.0)
+        check(out)
+        same(logs, {"x": f32(2), "y": f32(4)})
+        assert logs.step["x"] == 3
+    (value, logs), (terms, log_terms) = taylor(lox.spool(g))(2.0)
+    check((value, terms))
+    same(logs, {"x": f32(2), "y": f32(4)})
+    np.testing.assert_allclose(log_terms["y"], [4.0, 2.0], rtol=1e-6)
+    received: list[Any] = []
+    check(taylor(lox.tap(g, received.append))(2.0))
+    check(lox.tap(taylor(g), received.append)(2.0))
+    same([dict(x) for x in received], [{"x": f32(2)}, {"y": f32(4)}] * 2)
+    check(taylor(lox.nolog(g))(2.0))
+    check(lox.nolog(taylor(g))(2.0))
+    assert capsys.readouterr().out == ""
+
+
+def test_jet_is_not_imported_for_those_who_do_not_use_it() -> None:
+    code = "import sys, lox; lox.log({'x': 1}); assert 'jax.experimental.jet' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_checkpoint_policies_that_offload() -> None:
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["a"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x: Any) -> Any:
+        return jnp.cos(noted(checkpoint_name(jnp.sin(x), "a")))
+
+    f = jax.grad(lambda x: lax.scan(lambda c, _: (layer(c), None), x, length=2)[0])
+    expected = jax.jit(lox.nolog(f))(0.5)
+    values = [np.sin(f32(0.5)), np.sin(np.cos(np.sin(f32(0.5))))]
+    for transform in (lambda g: jax.jit(lox.spool(g)), lambda g: lox.spool(jax.jit(g))):
+        out, logs = transform(f)(0.5)
+        np.testing.assert_allclose((out, *logs["v"]), (expected, *values), rtol=1e-6)
+    for options in ({}, {"buffer": 2}):
+        for transform in (lambda g: jax.jit(lox.tap(g, received.append, **options)), None):  # noqa: B023
+            received: list[Any] = []
+            tapped = transform(f) if transform else lox.tap(jax.jit(f), received.append, **options)
+            np.testing.assert_allclose(tapped(0.5), expected, rtol=1e-6)
+            jax.effects_barrier()
+            np.testing.assert_allclose(np.concatenate([np.ravel(x["v"]) for x in received]), values, rtol=1e-6)
+    with lox.testing.capture() as events:
+        np.testing.assert_allclose(jax.jit(f)(0.5), expected, rtol=1e-6)
+        jax.effects_barrier()
+    np.testing.assert_allclose([x["v"] for x in events], values, rtol=1e-6)
