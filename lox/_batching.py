@@ -6,7 +6,7 @@ before JAX's own, and only where something logs.
 
 * `cond`: the events of the branches become results, which JAX selects like any other; the merged events are then
   logged after it. Branches that log alike stay rectangular, the others get a mask for each lane.
-* `while`: the loop carries which lanes are still running, and every log inside is masked with it.
+* `while`: the body asks the condition which lanes are still running, and every log inside is masked with it.
 
 The same holds for calls of the host, which a `tap` or a logger inside the vmap has put there.
 """
@@ -231,32 +231,33 @@ def _while_rule(
     if not _compat.out_avals(loop.params["cond_jaxpr"])[0].shape:
         return plain()  # all lanes make the same number of iterations
 
+    # Lanes that have finished keep their values, so that the condition still tells which they are. In the body nothing
+    # but logs asks it: without them it is the loop that it would have been.
     n_consts = cond_nconsts + body_nconsts
-    cond_consts, init = args[:cond_nconsts], args[n_consts:]
-    start = _vmap(
-        axis_data, lambda *xs: _compat.jaxpr_as_fun(cond_jaxpr)(*xs)[0], (*dims[:cond_nconsts], *dims[n_consts:])
-    )
-    running = start(*cond_consts, *init)
+    cond_consts, cond_reports = args[:cond_nconsts], _compat.has_logs(cond_jaxpr) or _compat.calls_host(cond_jaxpr)
+    silent = transformed(Run(_masking.Silence(), ()), cond_jaxpr, ()).jaxpr if cond_reports else cond_jaxpr
 
     def body(*xs: Any) -> list[Any]:
-        cond_consts, body_consts = xs[:cond_nconsts], xs[cond_nconsts:n_consts]
-        *carry, running = xs[n_consts:]
+        cond_consts, body_consts, carry = xs[:cond_nconsts], xs[cond_nconsts:n_consts], xs[n_consts:]
+        (running,) = _compat.jaxpr_as_fun(silent)(*cond_consts, *carry)
         carry = _masking.masked_call(body_jaxpr, running, [*body_consts, *carry])
-        (go_on,) = _masking.masked_call(cond_jaxpr, running, [*cond_consts, *carry])
-        return [*carry, running & go_on]
+        if cond_reports:
+            _masking.masked_call(cond_jaxpr, running, [*cond_consts, *carry])
+        return carry
 
-    flag = _compat.array_type((), jnp.bool_)
-    carry_types = [*_compat.in_avals(body_jaxpr)[body_nconsts:], flag]
-    const_types = [*_compat.in_avals(cond_jaxpr)[:cond_nconsts], *_compat.in_avals(body_jaxpr)[:body_nconsts]]
-    outs, out_dims = rule(
-        (*args, running),
-        (*dims, 0),
-        cond_nconsts=0,
-        cond_jaxpr=_compat.make_jaxpr(lambda *carry: [carry[-1]], carry_types),
+    if cond_reports:  # the first evaluation
+        evaluate = _vmap(axis_data, _compat.jaxpr_as_fun(cond_jaxpr), (*dims[:cond_nconsts], *dims[n_consts:]))
+        evaluate(*cond_consts, *args[n_consts:])
+    return rule(
+        (*cond_consts, *args),
+        (*dims[:cond_nconsts], *dims),
+        cond_nconsts=cond_nconsts,
+        cond_jaxpr=silent,
         body_nconsts=n_consts,
-        body_jaxpr=_compat.make_jaxpr(body, [*const_types, *carry_types]),
+        body_jaxpr=_compat.make_jaxpr(
+            body, [*_compat.in_avals(cond_jaxpr)[:cond_nconsts], *_compat.in_avals(body_jaxpr)]
+        ),
     )
-    return outs[:-1], out_dims[:-1]
 
 
 def _scan_rule(axis_data: Any, args: Any, dims: Any, *, jaxpr: Any, **params: Any) -> Any:

@@ -637,6 +637,19 @@ def without_dead_code(closed: Any, avals: list[Any]) -> Any:
     return make_jaxpr(fun, avals)
 
 
+def without_unused(closed: Any, count: int) -> tuple[Any, list[bool]]:
+    """A jaxpr without those of its first `count` arguments that nothing reads, and which are read."""
+    jaxpr, consts = split_jaxpr(closed)
+    read = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    read.update(v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var))
+    used = [v in read for v in jaxpr.invars[:count]]
+    if all(used):
+        return closed, used
+    kept = [v for v, u in zip(jaxpr.invars, [*used, *[True] * (len(jaxpr.invars) - count)], strict=True) if u]
+    smaller = jaxpr.replace(invars=kept, debug_info=_unknown_names(jaxpr, len(kept), len(jaxpr.outvars)))
+    return close_jaxpr(smaller, consts), used
+
+
 def eval_equation(jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
     """Evaluate one equation on other arguments than its own."""
     ins = [Var(jax.typeof(x)) for x in args]

@@ -558,7 +558,7 @@ def _has_use(handler: Handler, eqn: Any, path: str) -> bool:
         return handler.wants(eqn.params["meta"], path)
     if any(effect is not _compat.log_effect for effect in eqn.effects):
         return True
-    return any(_wants_any(handler, jaxpr, path) for jaxpr in _compat.sub_jaxprs(eqn.params))
+    return any(wants_any(handler, jaxpr, path) for jaxpr in _compat.sub_jaxprs(eqn.params))
 
 
 def path_of(eqn: Any, path: str) -> str:
@@ -566,7 +566,8 @@ def path_of(eqn: Any, path: str) -> str:
     return path + "".join(f"{name}/" for name in _compat.scope_names(eqn.source_info.name_stack))
 
 
-def _wants_any(handler: Handler, jaxpr: Any, path: str) -> bool:
+def wants_any(handler: Handler, jaxpr: Any, path: str) -> bool:
+    """Whether anything can become of an event in the jaxpr."""
     return _compat.has_logs(jaxpr) and any(_has_use(handler, eqn, path) for eqn in _compat.split_jaxpr(jaxpr)[0].eqns)
 
 
@@ -596,7 +597,7 @@ def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:
         handler = trace.run.handler
         trace.run.list_logs(_BLOCK, {"jaxprs": list(jaxprs)})
         path = trace.run.here()
-        if not any(_wants_any(handler, jaxpr, path) for jaxpr in jaxprs):
+        if not any(wants_any(handler, jaxpr, path) for jaxpr in jaxprs):
             return [transformed(Run(handler, (), path=path), jaxpr, ()).jaxpr for jaxpr in jaxprs]
     return jaxprs
 

@@ -30,6 +30,7 @@ from lox._engine import (
     tally,
     transformed,
     types_of,
+    wants_any,
 )
 from lox._lanes import Laned, map_laned
 
@@ -178,13 +179,19 @@ def _loop(run: Run, step: Callable[..., list[Any]], init: list[Any], xs: list[An
 
 
 def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    if not any(wants_any(run.handler, params[name], run.inside) for name in ("cond_jaxpr", "body_jaxpr")):
+        if not run.handler.in_place:
+            run = Run(Drop(), (), path=run.inside)
+        return _same_while(run, primitive, params, args)
     if run.handler.masks_lanes:
         params, args = _masking.masked_loop(params, args)
+    if run.handler.in_place:
+        return _same_while(run, primitive, params, args)
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
     cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
     decision = _compat.out_avals(cond_jaxpr)[0]
-    cond_logs = _compat.has_logs(cond_jaxpr) and not run.handler.in_place
+    cond_logs = _compat.has_logs(cond_jaxpr)
     # A loop whose condition is batched goes on while any lane does; the others keep their values. That the events of
     # finished lanes are masked has been seen to in `_batching.py`, which leaves no log in such a condition.
     batched = bool(decision.shape)
@@ -240,6 +247,18 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
 
     blocks.flush(run)
     return iterate(run, block, init, pred)[0]
+
+
+def _same_while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """The same loop with other jaxprs, and without the constants that only what is gone had asked for."""
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    changed, consts = {}, []
+    for name, count in (("cond", n_cond), ("body", n_body)):
+        jaxpr, used = _compat.without_unused(transformed(run, params[f"{name}_jaxpr"], ()).jaxpr, count)
+        kept = [x for x, u in zip(args[:count], used, strict=True) if u]
+        changed[f"{name}_jaxpr"], changed[f"{name}_nconsts"] = jaxpr, len(kept)
+        consts, args = [*consts, *kept], args[count:]
+    return primitive.bind(*consts, *args, **dict(params, **changed))
 
 
 def _where(lanes: Any, new: list[Any], old: list[Any]) -> list[Any]:

@@ -128,6 +128,69 @@ def test_keep_of_nothing_lowers_to_the_same_program():
 # --- prefix ---
 
 
+def looping(log):
+    def body(i):
+        log({"i": i})
+        return i + 1
+
+    return lambda n: jax.lax.while_loop(lambda i: i < n, body, 0)
+
+
+def looping_twice(log):
+    def body(carry):
+        i, total = carry
+        log({"total": total})
+        return i + 1, total + looping(log)(i)
+
+    return lambda n: jax.lax.while_loop(lambda carry: carry[0] < n, body, (0, 0))[1]
+
+
+def asking(log):
+    def goes_on(i, n):
+        log({"i": i})
+        return i < n
+
+    return lambda n: jax.lax.while_loop(lambda i: goes_on(i, n), lambda i: i + 1, 0)
+
+
+def branching(log):
+    def positive(n):
+        log({"n": 2 * n})
+        return jax.lax.cond(n > 1, lambda n: (log({"m": n}), n + 2)[1], lambda n: n, n)
+
+    return lambda n: jax.lax.cond(n > 0, positive, lambda n: n, n)
+
+
+def looping_over_branches(log):
+    return lambda n: jax.lax.while_loop(lambda i: i < n, lambda i: branching(log)(i) + 1, 0)
+
+
+MAPPED = {
+    "vmap": jax.vmap,
+    "jit(vmap)": lambda f: jax.jit(jax.vmap(f)),
+    "jit(vmap(jit))": lambda f: jax.jit(jax.vmap(jax.jit(f))),
+    "jit(vmap(vmap))": lambda f: jax.jit(lambda x: jax.vmap(lambda a: jax.vmap(lambda b: f(a + b))(x))(x)),
+    "jit(scan(vmap))": lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, _: (jax.vmap(f)(c), None), x, length=2)[0]),
+}
+SILENCING = {
+    "nolog": lox.nolog,
+    "keep nothing": lambda f: lox.keep(f, argnames=[]),
+    "spool nothing": lambda f: lambda x: lox.spool(f, argnames=[])(x)[0],
+}
+
+
+@pytest.mark.parametrize("program", [looping, looping_twice, asking, branching, looping_over_branches])
+@pytest.mark.parametrize("mapped", MAPPED)
+def test_no_mask_is_left_where_no_log_needs_it(mapped, program):
+    x = jnp.arange(3)
+    with_logs, without = MAPPED[mapped](program(lox.log)), MAPPED[mapped](program(lambda _: None))
+    text = lambda f: jax.jit(lambda x: f(x)).lower(x).as_text()  # noqa: E731
+    expected = text(without)
+    for silenced in SILENCING.values():
+        assert text(silenced(with_logs)) == expected
+    same(lox.nolog(with_logs)(x), np.asarray(without(x)))
+
+
 def test_prefix():
     _, logs = lox.spool(scanned, prefix="run/", argnames="x")(jnp.arange(2))
     same(logs, {"run/x": i32([0, 1])})
