@@ -190,7 +190,8 @@ class EventReader:
         logs = logdict()
         for key, treedef, part in self.slices:
             leaves = arrays[part]
-            logs[key] = leaves[0] if treedef == self.single else jax.tree.unflatten(treedef, leaves)
+            value = leaves[0] if treedef == self.single else jax.tree.unflatten(treedef, leaves)
+            dict.__setitem__(logs, key, value)
         for name, n in self.step_index.items():
             logs.steps[name] = dict.fromkeys(self.meta.keys, arrays[n])
         if self.lane_mask:

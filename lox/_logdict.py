@@ -1,7 +1,10 @@
 """`logdict`: what users get logs as."""
 
+import contextlib
 import fnmatch
+import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -70,6 +73,7 @@ class logdict(dict[str, Any]):
 
     steps: dict[str, dict[str, Any]]
     dropped: dict[str, Any]
+    _padded: "logdict | None" = None  # what these logs are to be made of when they are looked at
     _valid: dict[str, Any]
     _layouts: dict[str, Layout]
 
@@ -91,6 +95,9 @@ class logdict(dict[str, Any]):
     # --- as a dict and a pytree ---
 
     def __getattr__(self, name: str) -> dict[str, Any]:
+        if self._padded is not None:
+            self._settle()
+            return getattr(self, name)
         if name.startswith("_") or "steps" not in self.__dict__:
             raise AttributeError(name)
         if name in self.steps:
@@ -99,6 +106,12 @@ class logdict(dict[str, Any]):
         hint = _errors.nearest(name, [*self.steps, *(n for n in dir(logdict) if n[0] != "_" and n != "steps")])
         # With a name, or Python would look for a suggestion of its own.
         raise _errors.StepError(f"these logs have no step {name!r}. {known}{hint}", name=name)
+
+    def __getitem__(self, key: str) -> Any:
+        # As those of `_settling`, but this one is called all the time.
+        if self._padded is not None:
+            self._settle()
+        return super().__getitem__(key)
 
     def __missing__(self, key: Any) -> Any:
         raise _no_key(key, self)
@@ -135,7 +148,7 @@ class logdict(dict[str, Any]):
         values, steps, valid, dropped = children
         logs = cls.__new__(cls)
         for key in keys:
-            logs[key] = values[key]
+            dict.__setitem__(logs, key, values[key])
         logs.__dict__ = {"steps": steps, "_valid": valid, "dropped": dropped, "_layouts": dict(layouts)}
         return logs
 
@@ -414,6 +427,27 @@ class logdict(dict[str, Any]):
                 del new.valid[key]
         return new
 
+    def compacted_when_looked_at(self) -> "logdict":
+        """`compact`, which has to wait for the values, put off until somebody wants to know them.
+
+        The keys are there at once. All else begins with `_settle`: methods of dict by `_settling` below, attributes
+        because they are missing until then.
+        """
+        logs = logdict.__new__(logdict)
+        dict.update(logs, self)
+        logs.__dict__ = {"_padded": self, "_settling": threading.RLock()}
+        return logs
+
+    def _settle(self) -> None:
+        """Become what was put off."""
+        with self.__dict__.get("_settling", _settled):
+            if self._padded is not None:
+                # Whoever looks first may be under jit or vmap, which have no part in these values.
+                with _compat.set_current_trace(_compat.eval_trace):
+                    compacted = self._padded.without_empty_slots()
+                dict.update(self, compacted)
+                self.__dict__ = compacted.__dict__
+
     def lane(self, index: int) -> "logdict":
         """The logs of one lane, compacted, whether the `vmap` was inside `spool` or outside."""
         new = self.copy()
@@ -450,6 +484,29 @@ class logdict(dict[str, Any]):
         if not found:
             raise _errors.LoxError("these logs have no lanes: nothing was logged under `vmap`.")
         return new.compact()
+
+
+_settled = contextlib.nullcontext()  # another thread was faster
+
+
+def _settling(name: str) -> Any:
+    method = getattr(dict, name)
+
+    @functools.wraps(method)
+    def settling(self: logdict, *args: Any, **kwargs: Any) -> Any:
+        if self._padded is not None:
+            self._settle()
+        return method(self, *args, **kwargs)
+
+    return settling
+
+
+# `__iter__` has keys only, but with one that is not dict's own, `dict(logs)` and `{**logs}` use these methods too.
+for _name in (
+    *("__setitem__", "__delitem__", "__iter__", "__eq__", "__ne__", "__repr__", "__reduce_ex__"),
+    *("clear", "get", "items", "pop", "popitem", "setdefault", "update", "values"),
+):
+    setattr(logdict, _name, _settling(_name))
 
 
 def joined(parts: Iterable[logdict]) -> logdict:

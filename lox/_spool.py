@@ -326,8 +326,10 @@ def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Calla
     def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:
         out, logs = _call.call(fun, (handler, prefix), collect, args, kwargs)
         if (logs.valid or logs.dropped) and not _is_traced(logs):
-            warn_of_dropped(logs)
-            logs = logs.without_empty_slots()
+            if logs.dropped:  # a warning is due at once, which has to wait for the values
+                warn_of_dropped(logs)
+                return out, logs.without_empty_slots()
+            logs = logs.compacted_when_looked_at()
         return out, logs
 
     return spooled

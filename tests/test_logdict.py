@@ -1,6 +1,9 @@
 import copy
+import json
 import pickle
+import threading
 import traceback
+import types
 
 import jax
 import jax.numpy as jnp
@@ -861,3 +864,117 @@ def test_filter_takes_functions_of_the_key_or_of_key_and_value():
     _, spooled = lox.spool(run)(jnp.arange(3))
     few = spooled.filter(lambda key, value: jnp.ndim(jax.tree.leaves(value)[0]) == 0)
     assert list(few) == ["n"] and list(few.steps) == ["step"]
+
+
+# --- compaction that waits until somebody looks ---
+
+
+@jax.jit
+def every_other(x):
+    def body(x, i):
+        lox.log({"i": i, "x": x}, where=i % 2 == 0, step=i)
+        return x + 1, None
+
+    return jax.lax.scan(body, x, jnp.arange(6))[0]
+
+
+def unseen():
+    logs = lox.spool(every_other)(0)[1]
+    assert logs._padded is not None  # nobody has looked yet
+    return logs
+
+
+LOOKS = {
+    "item": lambda logs: logs["i"],
+    "get": lambda logs: logs.get("i"),
+    "items": lambda logs: dict(logs.items())["i"],
+    "values": lambda logs: next(iter(logs.values())),
+    "pop": lambda logs: logs.pop("i"),
+    "popitem": lambda logs: dict([logs.popitem(), logs.popitem()])["i"],
+    "setdefault": lambda logs: logs.setdefault("i", 3),
+    "dict": lambda logs: dict(logs)["i"],
+    "dict display": lambda logs: {**logs}["i"],
+    "keywords": lambda logs: (lambda **found: found)(**logs)["i"],
+    "update": lambda logs: (lambda found: (found.update(logs), found)[1])({})["i"],
+    "or": lambda logs: (logs | {})["i"],
+    "ror": lambda logs: ({} | logs)["i"],
+    "view": lambda logs: types.MappingProxyType(logs)["i"],
+    "asdict": lambda logs: logs.asdict()["i"],
+    "copy": lambda logs: logs.copy()["i"],
+    "copy.copy": lambda logs: copy.copy(logs)["i"],
+    "copy.deepcopy": lambda logs: copy.deepcopy(logs)["i"],
+    "pickle": lambda logs: pickle.loads(pickle.dumps(logs))["i"],
+    "json": lambda logs: np.asarray(json.loads(json.dumps(logs, default=lambda x: x.tolist()))["i"], np.int32),
+    "tree": lambda logs: jax.tree.map(lambda x: x, logs)["i"],
+    "leaves": lambda logs: jax.tree.leaves(logs)[0],
+    "argument of jit": lambda logs: jax.jit(lambda logs: logs)(logs)["i"],
+    "inside jit": lambda logs: jax.jit(lambda: logs["i"])(),
+    "inside jit, then outside": lambda logs: (jax.jit(lambda: logs["i"])(), logs["i"])[1],
+    "inside vmap": lambda logs: jax.vmap(lambda x: logs["i"] + 0 * x)(jnp.arange(2))[1],
+    "inside grad": lambda logs: (jax.grad(lambda x: x * logs["i"][0].astype(x.dtype))(1.0), logs["i"])[1],
+    "step": lambda logs: logs.step["i"],
+    "steps": lambda logs: logs.steps["step"]["i"],
+    "slice": lambda logs: logs.slice[:]["i"],
+    "filter": lambda logs: logs.filter("i")["i"],
+    "add": lambda logs: (logs + lox.logdict())["i"],
+    "frame": lambda logs: i32(logs.to_dataframe("wide")["i"].tolist()),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_sees_compacted_logs(look):
+    if look == "frame":
+        pytest.importorskip("pandas")
+    logs = unseen()
+    same(LOOKS[look](logs), i32([0, 2, 4]))
+    assert logs._padded is None or look == "frame"
+    assert len(logs.valid) == len(logs.dropped) == 0
+
+
+def test_changes_are_made_to_the_compacted_logs():
+    logs = unseen()
+    logs["i"] = 5
+    assert logs["i"] == 5
+    same(logs["x"], i32([0, 2, 4]))
+    logs = unseen()
+    del logs["i"]
+    same(logs, {"x": i32([0, 2, 4])})
+    logs = unseen()
+    logs.update(i=5, y=6)
+    same(logs, {"i": 5, "x": i32([0, 2, 4]), "y": 6})
+    logs = unseen()
+    logs.clear()
+    assert logs == {} and not logs.valid
+    logs = unseen()
+    logs.valid = {"i": True}
+    assert dict(logs.valid) == {"i": True}
+    same(logs["i"], i32([0, 2, 4]))
+
+
+def test_text_comparison_and_structure_of_logs_that_nobody_has_seen():
+    assert str(unseen()) == "{'i': [0, 2, 4], 'x': [0, 2, 4]}"
+    assert repr(unseen()) == repr({"i": jnp.array([0, 2, 4]), "x": jnp.array([0, 2, 4])})
+    assert unseen() != {}
+    assert jax.tree.structure(unseen()) == jax.tree.structure(unseen().copy())
+    assert type(unseen()) is lox.logdict
+    with pytest.raises(lox.KeyNotFoundError, match="these logs have no key 'y'"):
+        unseen()["y"]
+    with pytest.raises(lox.StepError, match="these logs have no step 'epoch'"):
+        unseen().epoch  # noqa: B018
+
+
+def test_keys_are_known_without_waiting():
+    logs = unseen()
+    assert len(logs) == 2 and "i" in logs and list(logs.keys()) == ["i", "x"] and logs
+    assert logs._padded is not None
+
+
+def test_several_threads_look_at_once():
+    for _ in range(20):
+        logs, found = unseen(), []
+        threads = [threading.Thread(target=lambda: found.append(logs["i"].tolist())) for _ in range(4)]  # noqa: B023
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [[0, 2, 4]] * 4
