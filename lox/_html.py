@@ -4,6 +4,7 @@ Text has the colours of the page and curves one that is seen on light and dark p
 the user is escaped.
 """
 
+import base64
 import html
 import math
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,9 @@ import jax
 import numpy as np
 
 from lox import _compat, _frame
+from lox._histogram import Histogram, few_bins
+from lox._image import Image
+from lox._png import png
 
 if TYPE_CHECKING:
     from lox._frame import Column
@@ -28,8 +32,9 @@ def to_html(logs: "logdict") -> str:
     """See `logdict._repr_html_`."""
     if any(isinstance(x, _compat.Tracer) for x in jax.tree.leaves(logs)):
         return f"<pre>{html.escape(repr(logs))}</pre>"
-    columns = list(_frame.columns(logs))
-    rows = [_row(column) for column in columns[:_ROWS]]
+    columns, media = list(_frame.columns(logs)), _media_in(logs)
+    columns = [column for column in columns if media.get(column.name, column) is not None]
+    rows = [_media_row(c, *media[c.name]) if c.name in media else _row(c) for c in columns[:_ROWS]]
     more = f"<caption style='caption-side:bottom'>and {len(columns) - _ROWS} more</caption>"
     return (
         "<table style='border-collapse:collapse;font-size:90%;border:none'>"
@@ -48,22 +53,90 @@ def _header(*names: str) -> str:
 def _row(column: "Column") -> str:
     shape = column.values.shape[column.valid.ndim :]
     kind = f"{column.values.dtype}" + (f"[{', '.join(map(str, shape))}]" if shape else "")
-    lanes = column.valid.shape[:-1]
-    if lanes:
-        kind += f" × {' × '.join(map(str, lanes))} lanes"
     numbers = _numbers(column)
     happened = np.where(column.valid.reshape(numbers.shape), numbers, np.nan)
     finite = happened[np.isfinite(happened)]
     ends = list(dict.fromkeys([_text(finite.min()), _text(finite.max())])) if len(finite) else []
+    return _cells(column, column.name, kind, _last(happened, column.valid), " … ".join(ends), curve(happened))
+
+
+def _cells(column: "Column", name: str, kind: str, last: str, ends: str, picture: str) -> str:
+    lanes = column.valid.shape[:-1]
+    if lanes:
+        kind += f" × {' × '.join(map(str, lanes))} lanes"
     cells = [
-        f"<td style='{_CELL.format('left')};font-family:monospace;font-weight:bold'>{html.escape(column.name)}</td>",
+        f"<td style='{_CELL.format('left')};font-family:monospace;font-weight:bold'>{html.escape(name)}</td>",
         f"<td style='{_CELL.format('right')}'>{_count(column)}</td>",
         f"<td style='{_CELL.format('left')};opacity:.6'>{html.escape(kind)}</td>",
-        f"<td style='{_CELL.format('right')};font-family:monospace'>{_last(happened, column.valid)}</td>",
-        f"<td style='{_CELL.format('right')};opacity:.6'>{' … '.join(ends)}</td>",
-        f"<td style='{_CELL.format('left')}'>{curve(happened)}</td>",
+        f"<td style='{_CELL.format('right')};font-family:monospace'>{last}</td>",
+        f"<td style='{_CELL.format('right')};opacity:.6'>{ends}</td>",
+        f"<td style='{_CELL.format('left')}'>{picture}</td>",
     ]
     return f"<tr style='background:none'>{''.join(cells)}</tr>"
+
+
+# --- pictures and histograms ---
+
+_PICTURES = 4  # lanes of which the picture is shown
+_PIXELS = 256  # along the longer side; what is larger is thinned out
+_BINS = 40
+
+
+def _media_in(logs: "logdict") -> "dict[str, Any]":
+    """For the leaf that shows a picture or histogram, what it is called and the thing itself; None for its others."""
+    is_media = lambda x: isinstance(x, Histogram | Image)  # noqa: E731
+    found: dict[str, Any] = {}
+    for key in logs:
+        for path, node in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_media):
+            if is_media(node):
+                name = key + jax.tree_util.keystr(path)
+                leaves = jax.tree_util.tree_leaves_with_path(node)
+                found.update({name + jax.tree_util.keystr(path): None for path, _ in leaves})
+                found[f"{name}.{'pixels' if isinstance(node, Image) else 'counts'}"] = name, node
+    return found
+
+
+def _media_row(column: "Column", name: str, node: "Histogram | Image") -> str:
+    """The last event of each lane."""
+    happened = column.valid.reshape(_by_lane(column))
+    values = column.values.reshape(*happened.shape, *column.values.shape[column.valid.ndim :])
+    last = [lane[np.flatnonzero(have)[-1]] for lane, have in zip(values, happened, strict=True) if have.any()]
+    if isinstance(node, Image):
+        height, width, _ = values.shape[2:]
+        pictures = "".join(map(_picture, last[:_PICTURES])) + (" …" if len(last) > _PICTURES else "")
+        return _cells(column, name, f"image {height}×{width}", "", "", pictures)
+    counts = np.sum(last, axis=0) if last else np.zeros(values.shape[2:])
+    counted, edges = few_bins(Histogram.tree_unflatten(node._edges, (counts, 0, 0, 0)), counts.size)
+    ends = f"{_text(edges[0])} … {_text(edges[-1])}" if counts.any() else ""
+    return _cells(column, name, f"histogram of {counts.sum():,.0f}", "", ends, bars(counted, edges))
+
+
+def _picture(pixels: np.ndarray) -> str:
+    step = -(-max(pixels.shape[:2]) // _PIXELS)
+    data = base64.b64encode(png(pixels[::step, ::step])).decode()
+    return (
+        f"<img src='data:image/png;base64,{data}' style='max-height:96px;min-height:28px;margin:1px;display:inline;"
+        "image-rendering:pixelated' alt='picture'>"
+    )
+
+
+def bars(counts: list[float], edges: list[float]) -> str:
+    """An SVG of a histogram in bins of equal width, which its own need not have."""
+    if not any(counts):
+        return ""
+    even = np.linspace(edges[0], edges[-1], _BINS + 1)
+    heights = np.diff(np.interp(even, edges, np.cumsum([0, *counts])))
+    heights *= (_HEIGHT - 2) / heights.max()
+    width = _WIDTH / _BINS
+    shapes = [
+        f"<rect x='{n * width:.1f}' y='{_HEIGHT - height:.1f}' width='{width - 0.5:.1f}' height='{height:.1f}' "
+        f"fill='{_COLOUR}'/>"
+        for n, height in enumerate(heights)
+    ]
+    return (
+        f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' style='display:block' role='img' "
+        f"aria-label='histogram'>{''.join(shapes)}</svg>"
+    )
 
 
 def _numbers(column: "Column") -> np.ndarray:
@@ -72,9 +145,14 @@ def _numbers(column: "Column") -> np.ndarray:
     values = np.abs(values) if values.dtype.kind == "c" else values
     lead = column.valid.shape
     with np.errstate(all="ignore"):
-        numbers = values.astype(np.float64).reshape(*lead, -1)
+        numbers = values.astype(np.float64).reshape(*lead, math.prod(values.shape[len(lead) :]))
         numbers = numbers.mean(-1) if numbers.shape[-1] else np.full(lead, np.nan)
-    return numbers.reshape(-1, lead[-1])
+    return numbers.reshape(_by_lane(column))
+
+
+def _by_lane(column: "Column") -> tuple[int, int]:
+    *lanes, events = column.valid.shape
+    return math.prod(lanes), events
 
 
 def _count(column: "Column") -> str:

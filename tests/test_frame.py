@@ -1,6 +1,8 @@
 """Logs as data frames and as HTML."""
 
+import base64
 import html.parser
+import re
 import sys
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 
 import lox
 from lox import _html
+from lox._png import png
 
 
 def f(x):
@@ -200,3 +203,60 @@ def test_curves():
     rising = _html.curve(np.array([[0.0, np.nan, 1.0]]))
     assert "points='1.0,26.0 159.0,2.0'" in rising
     assert len(_html.curve(np.random.default_rng(0).normal(size=(4, 10_000)))) < 5_000
+
+
+def pictured(x):
+    def step(c, i):
+        frame = jnp.full((2, 3, 3), i * 100 + x, jnp.uint8)
+        lox.log({"frame": lox.Image(frame), "deep": {"h": lox.Histogram(jnp.arange(4.0), bins=4, range=(0.0, 4.0))}})
+        return c, None
+
+    return jax.lax.scan(step, 0, jnp.arange(3))[0]
+
+
+def pngs(text):
+    return [base64.b64decode(data) for data in re.findall("data:image/png;base64,([^']*)'", text)]
+
+
+def test_html_shows_pictures_and_histograms():
+    text = lox.spool(pictured)(1)[1]._repr_html_()
+    assert Reader(text.replace("'picture'>", "'picture'/>")).rows == [
+        ["key", "events", "type", "last", "range", ""],
+        ["frame", "3", "image 2×3", "", "", ""],
+        ["deep['h']", "3", "histogram of 4", "", "0 … 4", ""],
+    ]
+    assert pngs(text) == [png(np.full((2, 3, 3), 201, np.uint8))]  # the last one
+    assert text.count("<rect ") == 40 and text.count("aria-label='histogram'") == 1
+
+
+@pytest.mark.parametrize("order", [lambda f: lox.spool(jax.vmap(f)), lambda f: jax.vmap(lox.spool(f))])
+def test_html_shows_pictures_of_a_few_lanes(order):
+    text = order(pictured)(jnp.arange(6))[1]._repr_html_()
+    assert pngs(text) == [png(np.full((2, 3, 3), 200 + lane, np.uint8)) for lane in range(4)]
+    rows = Reader(text.replace("'picture'>", "'picture'/>")).rows
+    assert rows[1] == ["frame", "3", "image 2×3 × 6 lanes", "", "", " …"]
+    assert rows[2][0].startswith("deep")
+
+
+def test_html_of_odd_pictures_and_histograms():
+    def f(x):
+        lox.log({"h": lox.Histogram(jnp.full(3, jnp.nan)), "never": lox.Histogram(x)}, where=x > 0)
+        lox.log({"big": lox.Image(jnp.zeros((10, 1000)))})
+        lox.log({"x": x}, where=x > 0)
+        return x
+
+    text = lox.spool(f)(-1.0)[1]._repr_html_()
+    rows = Reader(text.replace("'picture'>", "'picture'/>")).rows
+    assert [row[:5] for row in rows[1:]] == [
+        ["h", "0", "histogram of 0", "", ""],
+        ["never", "0", "histogram of 0", "", ""],
+        ["big", "1", "image 10×1000", "", ""],
+        ["x", "0", "float32", "–", ""],
+    ]
+    assert pngs(text) == [png(np.zeros((3, 250, 1), np.uint8))]  # thinned out
+    assert _html.bars([0.0], [0.0, 1.0]) == ""
+
+
+def test_bars_have_the_shape_of_the_values_whatever_the_bins():
+    text = _html.bars([1.0, 1.0, 2.0], [0.0, 1.0, 2.0, 4.0])  # as many in every unit
+    assert {float(h) for h in re.findall(r" height='([0-9.]*)' fill", text)} == {26.0}

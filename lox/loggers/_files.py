@@ -11,8 +11,8 @@ from typing import IO, Any, TextIO
 import numpy as np
 
 from lox import _errors
+from lox._png import png
 from lox.loggers._base import Logger
-from lox.loggers._png import png
 from lox.loggers._rows import Labels, strict_json
 from lox.loggers._run import Run
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from lox import _errors
 from lox._histogram import Histogram
+from lox._png import png
 from lox.loggers._clients import client
 from lox.loggers._config import flat
 from lox.loggers._curves import Curve, CurveLogger, json_lines
 from lox.loggers._entries import MOST_ELEMENTS, raise_problems
 from lox.loggers._escape import MARK, NONFINITE, escape, unescape
-from lox.loggers._png import png
 from lox.loggers._rows import strict_json
 from lox.loggers._run import Names, Run
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from lox._histogram import Histogram
-from lox.loggers._png import png
+from lox._png import png
 
 # --- CRC-32C --------------------------------------------------------------------------------------
 

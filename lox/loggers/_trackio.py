@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from lox import _errors
-from lox._histogram import Histogram
+from lox._histogram import Histogram, few_bins
 from lox.loggers._clients import client
 from lox.loggers._curves import Curve, CurveLogger
 from lox.loggers._entries import MOST_ELEMENTS
 from lox.loggers._escape import escape, unescape
-from lox.loggers._media import few_bins, pillow
+from lox.loggers._media import pillow
 from lox.loggers._rows import strict_json
 from lox.loggers._run import Names, Run
 

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 
 from lox import _errors
-from lox._histogram import Histogram
+from lox._histogram import Histogram, few_bins
 from lox._image import Image
 from lox._logdict import logdict
 from lox.loggers import _bands, _clients
 from lox.loggers._base import Logger
 from lox.loggers._entries import MOST_ELEMENTS, Entry, Sorter, missing_steps, raise_problems
-from lox.loggers._media import few_bins, pillow
+from lox.loggers._media import pillow
 from lox.loggers._rows import plain, strict_json
 from lox.loggers._run import Names, Run
 
