@@ -556,6 +556,11 @@ def calls_host(jaxpr: Any) -> bool:
     return emit_effect in jaxpr.effects
 
 
+def reports(jaxpr: Any) -> bool:
+    """Whether running the jaxpr may do either."""
+    return has_logs(jaxpr) or calls_host(jaxpr)
+
+
 def eqn_has_logs(primitive: Any, params: dict[str, Any], effects: Any = ()) -> bool:
     """Whether an equation with these parameters, and effects if they are known, contains logs."""
     return _eqn_concerns(primitive, params, effects)[0]
@@ -932,6 +937,30 @@ def _around(fun: Any, around: Any, *args: Any, **kwargs: Any) -> Any:
 def wrap_rule(rule: Any, around: Any) -> Any:
     """A derivative rule that is run by `around(rule, *args)`."""
     return _around(rule, around) if isinstance(rule, lu.WrappedFun) else functools.partial(around, rule)
+
+
+def wrap_vjp_rules(wrap: Any) -> None:
+    """Differentiate every `custom_vjp` of the user's by the rules `wrap(fwd, bwd, count_residuals)`.
+
+    These two methods are the one place where both rules are at hand, whether the function is called at once, from a jit
+    or from a jaxpr; a jaxpr has the forward rule as a thunk, and the backward rule is called when it is transposed.
+    """
+    from jax._src.interpreters import ad
+
+    for trace in (ad.JVPTrace, ad.LinearizeTrace):
+        trace.process_custom_vjp_call = _with_wrapped_rules(trace.process_custom_vjp_call, wrap)
+
+
+def _with_wrapped_rules(process: Any, wrap: Any) -> Any:
+    @functools.wraps(process)
+    def process_custom_vjp_call(
+        self: Any, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, out_trees: Any, symbolic_zeros: Any
+    ) -> Any:
+        if not is_jax_own(fun):
+            fwd, bwd = wrap(fwd, bwd, lambda: out_trees()[1].num_leaves)
+        return process(self, primitive, fun, fwd, bwd, tracers, out_trees=out_trees, symbolic_zeros=symbolic_zeros)
+
+    return process_custom_vjp_call
 
 
 def flat_results(results: Any) -> tuple[list[Any], Any]:

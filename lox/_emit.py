@@ -77,6 +77,10 @@ class OneEvent:
 
     meta: Meta
 
+    def origin(self) -> Any:
+        """Which log it comes from."""
+        return self.meta.site, self.meta.keys
+
     def batched(self, operands: list[Any], dims: list[Any]) -> tuple[list[Any], "OneEvent"]:
         """The same with one more lane, outermost."""
         moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
@@ -104,6 +108,11 @@ class Block:
     """Several events of each key: the operands are the leaves of a list of series."""
 
     treedef: Any
+
+    def origin(self) -> Any:
+        """Which logs they come from."""
+        series = self._series([0] * self.treedef.num_leaves)
+        return tuple((s.key, str(s.site)) for s in series)
 
     def batched(self, operands: list[Any], dims: list[Any]) -> tuple[list[Any], "Block"]:
         """The same with one more lane, outermost but for the event axis."""

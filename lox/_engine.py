@@ -571,6 +571,11 @@ def wants_any(handler: Handler, jaxpr: Any, path: str) -> bool:
     return _compat.has_logs(jaxpr) and any(_has_use(handler, eqn, path) for eqn in _compat.split_jaxpr(jaxpr)[0].eqns)
 
 
+def has_rule(primitive: Any) -> bool:
+    """Whether logs inside the primitive can be reached."""
+    return _compat.is_custom_call(primitive) or primitive.name in _rules().RULES
+
+
 def apply_rule(run: Run, primitive: Any, params: dict[str, Any], args: Sequence[Any], effects: Any = ()) -> list[Any]:
     """Rebuild one primitive that contains logs."""
     run.inside = run.here()
