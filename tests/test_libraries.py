@@ -186,3 +186,207 @@ def test_asking_for_any_lane_is_not_having_finished() -> None:
 
     logs = lox.spool(jax.vmap(f), capacity=8)(STARTS)[1]
     assert logs.lane(0)["x"].tolist() == [4.0, 2.0, 1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("kind", ["checkpointed", "bounded"])
+def test_differentiating_an_equinox_loop_repeats_no_event(kind: str) -> None:
+    f = halving(kind)
+    for grad in (jax.grad(f), jax.jit(jax.grad(f))):
+        out, logs = lox.spool(grad, capacity=8)(32.0)
+        assert float(out) == 1 / 32
+        assert logs["x"].tolist() == HALVED[1]
+        with lox.testing.capture() as events:
+            jax.block_until_ready(grad(32.0))
+        assert [float(e["x"]) for e in events] == HALVED[1]
+    logs = lox.spool(jax.vmap(jax.grad(f)), capacity=8)(STARTS)[1]
+    assert [logs.lane(i)["x"].tolist() for i in range(3)] == HALVED
+    logs = lox.spool(jax.grad(lambda x: jax.vmap(f)(x).sum()), capacity=8)(STARTS)[1]
+    assert [logs.lane(i)["x"].tolist() for i in range(3)] == HALVED
+    logs = jax.grad(lox.spool(f, capacity=8), has_aux=True)(32.0)[1]
+    assert logs.compact()["x"].tolist() == HALVED[1]
+
+
+def test_equinox_filtered_transformations() -> None:
+    eqx = library("equinox")
+    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+
+    @eqx.filter_custom_vjp
+    def scaled(x: Any) -> Any:
+        lox.log({"primal": x.sum()})
+        return 2 * x
+
+    @scaled.def_fwd
+    def _(perturbed: Any, x: Any) -> Any:
+        lox.log({"forward": x.sum()})
+        return 2 * x, None
+
+    @scaled.def_bwd
+    def _(residuals: Any, cotangent: Any, perturbed: Any, x: Any) -> Any:
+        lox.log({"backward": cotangent.sum()})
+        return 2 * cotangent
+
+    def loss(model: Any, x: Any) -> Any:
+        y = eqx.filter_checkpoint(model)(x)
+        lox.log({"y": y.sum()})
+        return scaled(y).sum()
+
+    x = jnp.ones(2)
+    for f in (loss, eqx.filter_jit(loss)):
+        assert {k: v.shape for k, v in lox.spool(f)(model, x)[1].items()} == {"y": (), "primal": ()}
+        for grad in (eqx.filter_grad(f), eqx.filter_jit(eqx.filter_grad(f)), eqx.filter_value_and_grad(f)):
+            logs = lox.spool(grad)(model, x)[1]
+            assert {k: v.shape for k, v in logs.items()} == {"y": (), "forward": (), "backward": ()}
+            assert float(logs["backward"]) == 2.0
+        lanes = eqx.filter_vmap(eqx.filter_grad(f), in_axes=(None, 0))
+        logs = lox.spool(lanes)(model, jnp.ones((3, 2)))[1]
+        assert {k: v.shape for k, v in logs.items()} == {"y": (3,), "forward": (3,), "backward": ()}
+
+
+# --- Diffrax and Optimistix ----------------------------------------------------------------------
+
+
+def decay(adjoint: str | None = None) -> Any:
+    """Solve an equation by Heun's method, with two evaluations of the vector field in every step."""
+    dfx = library("diffrax")
+
+    def field(t: Any, y: Any, rate: Any) -> Any:
+        lox.log({"y": y}, t=t)
+        return -rate * y
+
+    options = {} if adjoint is None else {"adjoint": getattr(dfx, adjoint)()}
+
+    def solve(y: Any) -> Any:
+        sizes = dfx.PIDController(rtol=1e-2, atol=1e-2)
+        times = {"t0": 0.0, "t1": 2.0, "dt0": 0.5, "stepsize_controller": sizes, "max_steps": 64}
+        sol = dfx.diffeqsolve(dfx.ODETerm(field), dfx.Heun(), y0=y, args=1.5, **times, **options)
+        return sol.ys[-1], sol.stats["num_steps"]
+
+    return solve
+
+
+YS = jnp.array([1.0, 20.0, 0.01])
+
+
+@pytest.mark.parametrize("adjoint", [None, "DirectAdjoint", "ForwardMode"])
+def test_diffrax_events_are_those_of_the_steps(adjoint: str | None) -> None:
+    solve = decay(adjoint)
+    (_, steps), logs = lox.spool(jax.jit(solve), capacity=256)(1.0)
+    count = len(logs["y"])
+    assert count == 2 * int(steps)
+    for g in (lox.spool(jax.vmap(solve), capacity=256), jax.vmap(lox.spool(solve, capacity=256))):
+        (_, steps), lanes = g(YS)
+        assert len(set(steps.tolist())) > 1
+        assert [len(lanes.lane(i)["y"]) for i in range(3)] == (2 * steps).tolist()
+    if adjoint == "ForwardMode":
+        grad = lambda y: jax.jvp(lambda y: solve(y)[0], (y,), (jnp.ones_like(y),))[1]  # noqa: E731
+    else:
+        grad = jax.grad(lambda y: solve(y)[0])
+    again = lox.spool(jax.jit(grad), capacity=256)(1.0)[1]
+    assert again["y"].tolist() == logs["y"].tolist() and again.t["y"].tolist() == logs.t["y"].tolist()
+    lanes = lox.spool(jax.jit(jax.vmap(grad)), capacity=256)(YS)[1]
+    assert [len(lanes.lane(i)["y"]) for i in range(3)] == (2 * steps).tolist()
+
+
+def test_diffrax_backsolve_evaluates_the_field_in_a_solve_of_its_own() -> None:
+    solve = decay("BacksolveAdjoint")
+    (_, steps), logs = lox.spool(jax.jit(solve), capacity=128)(1.0)
+    assert len(logs["y"]) == 2 * int(steps)
+    again = lox.spool(jax.jit(jax.grad(lambda y: solve(y)[0])), capacity=128)(1.0)[1]
+    assert again["y"][: len(logs["y"])].tolist() == logs["y"].tolist()
+    later = again.t["y"][len(logs["y"]) :]
+    assert later[0] == 2.0 and later[-1] == 0.0  # backwards in time
+
+
+def root(adjoint: str) -> Any:
+    optx = library("optimistix")
+
+    def residual(y: Any, a: Any) -> Any:
+        lox.log({"y": y})
+        return y**2 - a
+
+    def find(a: Any) -> Any:
+        newton = optx.Newton(rtol=1e-5, atol=1e-5)
+        sol = optx.root_find(residual, newton, jnp.float32(1), a, max_steps=16, adjoint=getattr(optx, adjoint)())
+        return sol.value, sol.stats["num_steps"]
+
+    return find
+
+
+@pytest.mark.parametrize("adjoint", ["RecursiveCheckpointAdjoint", "ImplicitAdjoint"])
+def test_optimistix_events_are_those_of_the_steps(adjoint: str) -> None:
+    find = root(adjoint)
+    xs = jnp.array([2.0, 3.0, 1.0])
+    (_, steps), logs = lox.spool(jax.jit(jax.vmap(find)), capacity=32)(xs)
+    expected = [logs.lane(i)["y"].tolist() for i in range(3)]
+    assert len(set(steps.tolist())) > 1 and list(map(len, expected)) == steps.tolist()
+    logs = jax.jit(jax.vmap(lox.spool(find, capacity=32)))(xs)[1]
+    assert [logs.lane(i)["y"].tolist() for i in range(3)] == expected
+    values, logs = lox.spool(jax.jit(jax.vmap(jax.value_and_grad(find, has_aux=True))), capacity=32)(xs)
+    got = [logs.lane(i)["y"].tolist() for i in range(3)]
+    assert [lane[: len(e)] for lane, e in zip(got, expected, strict=True)] == expected
+    # The rule for implicit functions is evaluated at the root, where the solver has not been before.
+    later = [lane[len(e) :] for lane, e in zip(got, expected, strict=True)]
+    if adjoint == "ImplicitAdjoint":
+        assert [set(lane) for lane in later] == [{float(y)} for y in values[0][0]]
+    else:
+        assert later == [[], [], []]
+
+
+# --- OTT and Optax -------------------------------------------------------------------------------
+
+
+def test_ott_fixed_point_loop() -> None:
+    loop = library("ott.math.fixed_point_loop")
+
+    def body(iteration: Any, factor: Any, state: Any, compute_error: Any) -> Any:
+        lox.log({"state": state}, iteration=iteration)
+        return state * factor
+
+    def solve(factor: Any) -> Any:
+        start = jnp.float32(30)
+        return loop.fixpoint_iter_backprop(lambda i, c, state: state > 0.01, body, 0, 80, 10, factor, start)
+
+    for g in (solve, jax.grad(solve), jax.jit(jax.grad(solve))):
+        logs = lox.spool(g, capacity=200)(jnp.float32(0.9))[1]
+        assert logs.iteration["state"].tolist() == list(range(80))
+    for g in (jax.vmap(solve), jax.vmap(jax.grad(solve))):
+        logs = lox.spool(g, capacity=200)(jnp.array([0.9, 0.5]))[1]
+        assert [len(logs.lane(i)["state"]) for i in range(2)] == [80, 20]
+
+
+@jax.numpy_dtype_promotion("standard")  # which Optax needs
+def test_optax_training_loop() -> None:
+    optax = library("optax")
+    optimizer = optax.adam(0.1)
+
+    def loss(w: Any) -> Any:
+        lox.log({"loss": (w - 3) ** 2})
+        return (w - 3) ** 2
+
+    @jax.jit
+    def train(w: Any) -> Any:
+        def step(carry: Any, i: Any) -> Any:
+            w, state = carry
+            updates, state = optimizer.update(jax.grad(loss)(w), state)
+            lox.log({"update": updates}, step=i)
+            return (optax.apply_updates(w, updates), state), None
+
+        return jax.lax.scan(step, (w, optimizer.init(w)), jnp.arange(4))[0][0]
+
+    logs = lox.spool(train)(jnp.float32(0))[1]
+    assert {k: v.shape for k, v in logs.items()} == {"loss": (4,), "update": (4,)}
+    assert logs.step["update"].tolist() == [0, 1, 2, 3]
+    logs = lox.spool(jax.vmap(train))(jnp.arange(3.0))[1]
+    assert {k: v.shape for k, v in logs.items()} == {"loss": (4, 3), "update": (4, 3)}
+
+    def search(w: Any) -> Any:  # a line search is a while loop in the update
+        solver = optax.lbfgs()
+        value, grad = jax.value_and_grad(loss)(w)
+        updates, _ = solver.update(grad, solver.init(w), w, value=value, grad=grad, value_fn=loss)
+        return w + updates
+
+    with lox.testing.capture() as events:
+        jax.block_until_ready(search(jnp.float32(0)))
+    assert lox.spool(jax.jit(search), capacity=256)(jnp.float32(0))[1]["loss"].shape == (len(events),)
+    lanes = lox.spool(jax.vmap(search), capacity=256)(jnp.arange(2.0))[1]
+    assert len(lanes.lane(0)["loss"]) == len(events)
