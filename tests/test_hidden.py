@@ -149,6 +149,7 @@ def test_an_executable_of_a_tapped_function_is_an_error() -> None:
         lox.spool(executable)(X)
 
 
+@pytest.mark.filterwarnings("ignore::lox.LoxWarning")  # there is no log to keep
 def test_an_executable_without_logs_is_a_function_like_others(transform: Any) -> None:
     for f in (lambda x: x * 2, lox.nolog(double)):
         executable = jax.jit(f).lower(X).compile()
@@ -194,6 +195,7 @@ def test_a_primitive_that_holds_a_function_that_logs_is_an_error(fun: Any, jitte
             transform(g)(X)
 
 
+@pytest.mark.filterwarnings("ignore::lox.LoxWarning")  # there is no log to keep
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_primitive_that_holds_another_function_is_not(jitted: bool, transform: Any) -> None:
     f = lambda x: opaque_p.bind(x, fun=lambda x: 2 * x)  # noqa: E731

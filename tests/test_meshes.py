@@ -129,6 +129,8 @@ def test_a_loop_around_shard_map_reduced(kind: AxisType) -> None:
 @with_and_without_context
 def test_python_control_flow_in_shard_map(kind: AxisType, context: bool) -> None:
     """Outside of jit, values that are the same on all devices are concrete there."""
+    if kind is AxisType.Explicit and not context and (0, 8) <= jax.__version_info__[:2] <= (0, 9):
+        pytest.skip("JAX 0.8 and 0.9 fetch no such value without a mesh around")
     mesh = mesh_of(kind)
 
     def body(x: Any) -> Any:
