@@ -156,3 +156,8 @@ def map_laned(fun: Callable[[Laned, int], Any], tree: Any, other: Callable[[Any]
         return jax.tree.map(lambda x: fun(x, lead), node, is_leaf=lambda x: isinstance(x, Laned))
 
     return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, Laned) or hasattr(x, "lead"))
+
+
+def pick(x: Laned, index: tuple[int, ...]) -> Any:
+    """One lane of an array."""
+    return x.tree[tuple(i for i, flag in zip(index, x.flags, strict=True) if flag)]

@@ -689,3 +689,69 @@ def test_modes_as_files_have_them(tmp_path):
     same(lox.load(tmp_path), {"x": np.asarray([5])})
     with pytest.raises(lox.OptionError, match="`mode` is 'r'; choose one of 'new', 'append', 'overwrite' and 'error'"):
         lox.save({"x": 4}, tmp_path, key, mode="r")
+
+
+# --- save inside of programs ---
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_save_inside_of_a_program(tmp_path, wrap):
+    key = jax.random.key(5)
+
+    @wrap
+    def f(x, key):
+        _, logs = lox.spool(with_steps)(x)
+        lox.save(logs, tmp_path, key, config={"scale": x[1], "name": "a"})
+        lox.save({"last": x[-1], "one": 1, "key": key}, tmp_path, key)
+        return x
+
+    for _ in range(2):
+        f(jnp.arange(3), key)
+    jax.effects_barrier()
+    logs = lox.load(tmp_path, key)
+    same(logs["carry"], np.asarray([0, 1, 3] * 2, np.int32))
+    same(logs.step["carry"], np.asarray([0, 1, 2] * 2, np.int32))
+    same(logs["last"], np.asarray([2, 2], np.int32))
+    assert [run.config for run in lox.runs(tmp_path)] == [{"scale": 1, "name": "a"}]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_save_under_vmap_is_a_run_for_every_key(tmp_path, wrap):
+    keys = jax.vmap(jax.random.key)(jnp.array([3, 4, 5]))
+    save = wrap(jax.vmap(lambda key, x: lox.save({"x": x, "same": 7}, tmp_path, key, mode="w", config={"x": x})))
+    for scale in (1, 2):
+        save(keys, scale * jnp.arange(3))
+    jax.effects_barrier()
+    same(lox.load(tmp_path, keys)["x"], np.asarray([[0], [2], [4]], np.int32))
+    assert [(run.name, run.config) for run in lox.runs(tmp_path)] == [("3", {"x": 0}), ("4", {"x": 2}), ("5", {"x": 4})]
+    jax.effects_barrier()
+    raw = jax.vmap(jax.random.PRNGKey)(jnp.array([3, 4, 5]))
+    same(lox.load(tmp_path, raw)["same"], np.asarray([[7]] * 3, np.int32))
+
+
+def test_save_under_vmap_of_one_run_writes_lane_after_lane(tmp_path):
+    jax.jit(jax.vmap(lambda x: lox.save({"x": x}, tmp_path)))(jnp.arange(3))
+    jax.effects_barrier()
+    same(lox.load(tmp_path), {"x": np.asarray([0, 1, 2], np.int32)})
+
+
+def test_save_in_loops_and_branches(tmp_path):
+    def body(c, i):
+        jax.lax.cond(i % 2 == 0, lambda: lox.save({"i": i}, tmp_path), lambda: None)
+        return c, None
+
+    jax.jit(lambda: jax.lax.scan(body, 0, jnp.arange(5)))()
+    jax.effects_barrier()
+    same(lox.load(tmp_path), {"i": np.asarray([0, 2, 4], np.int32)})
+
+
+def test_ragged_logs_saved_inside_of_a_program(tmp_path):
+    def f(x):
+        lox.log({"x": x}, where=x > 1)
+        return x
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    each = lambda key, xs: lox.save(lox.spool(lambda xs: jax.lax.map(f, xs))(xs)[1], tmp_path, key)  # noqa: E731
+    jax.jit(jax.vmap(each))(keys, jnp.array([[0, 1], [1, 2], [3, 4]]))
+    jax.effects_barrier()
+    assert [lox.load(tmp_path, key).get("x", np.zeros(0)).tolist() for key in keys] == [[], [2], [3, 4]]

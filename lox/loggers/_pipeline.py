@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from lox import _errors
+from lox import _errors, _lanes
 from lox._lanes import Laned
 from lox._logdict import logdict, warn_of_dropped
 from lox.loggers import _batch
@@ -87,11 +87,11 @@ class Pipeline:
             )
         (words, *arrays), numbers, runs = operands, [], []
         for index in np.ndindex(lanes):
-            if not _pick(where, index):
+            if not _lanes.pick(where, index):
                 numbers.append(-1)
                 continue
-            config = plan.rebuild([_pick(x, index) for x in arrays])
-            run = self.new_run(np.asarray(_pick(words, index)), config, impl)
+            config = plan.rebuild([_lanes.pick(x, index) for x in arrays])
+            run = self.new_run(np.asarray(_lanes.pick(words, index)), config, impl)
             numbers.append(run.id)
             runs.append(run)
         self.open(runs, eager)
@@ -255,11 +255,6 @@ class Pipeline:
 
 def _run_names(runs: list[Run]) -> str:
     return f"run {runs[0].name!r}" if len(runs) == 1 else f"{len(runs)} runs, the first of them {runs[0].name!r},"
-
-
-def _pick(x: Laned, index: tuple[int, ...]) -> np.ndarray:
-    """One lane of an array."""
-    return x.tree[tuple(i for i, flag in zip(index, x.flags, strict=True) if flag)]
 
 
 def effects() -> list[Exception]:

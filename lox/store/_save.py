@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _arrays
+from lox import _arrays, _compat, _lanes
+from lox._lanes import Laned
 from lox._logdict import logdict
+from lox._primitive import as_array
 from lox.store._catalog import check_mode
 from lox.store._keys import KeyData, impl_name, words_of
 from lox.store._writer import Writer
@@ -29,6 +31,9 @@ def save(
     >>> print(lox.load(directory))
     {'x': [1.0]}
 
+    Works under `jit`, where it writes whenever the program gets there, and under `vmap`: every lane with a key of its
+    own is a run; what lanes have to say of one run is written one lane after the other.
+
     Dicts, lists, tuples, histograms and images come back as such; other pytrees come back as dicts of their fields.
     Events that did not happen are left out.
 
@@ -45,22 +50,66 @@ def save(
         RunExistsError: The run exists and `mode` is `"error"`.
     """
     mode = check_mode(mode)
-    host = _on_host(logs if isinstance(logs, logdict) else logdict(logs))
+    logs = logs if isinstance(logs, logdict) else logdict(logs)
+    if not _compat.is_evaluating():
+        return _save_when_run(logs, path, key, mode, config)
+    host = _on_host(logs)
     data, impl = (None, None) if key is None else words_of(key)
     with Writer(path) as writer:
-        if data is None or data.ndim == 1:
-            writer.append(writer.open_run(None, data, impl, config, mode), host)
-        else:
-            configs = None if config is None else [config] * int(np.prod(data.shape[:-1]))
-            numbers = writer.open_runs(None, data, impl, configs, mode)
-            writer.append(numbers.reshape(data.shape[:-1]), host)
+        _write(writer, [(data, host, config)], impl, mode)
+
+
+def _write(writer: Writer, lanes: list[tuple[Any, logdict, Any]], impl: str | None, mode: str) -> None:
+    """Write logs, for each lane those of a key or of several; if lanes have a key in common, one after the other."""
+    opened: dict[Any, Any] = {}
+    for data, host, config in lanes:
+        which = None if data is None else (data.shape, data.tobytes())
+        if which not in opened:
+            if data is None or data.ndim == 1:
+                opened[which] = writer.open_run(None, data, impl, config, mode)
+            else:
+                configs = None if config is None else [config] * int(np.prod(data.shape[:-1]))
+                opened[which] = writer.open_runs(None, data, impl, configs, mode).reshape(data.shape[:-1])
+        writer.append(opened[which], host)
+
+
+def _save_when_run(logs: logdict, path: str | os.PathLike[str], key: Any, mode: str, config: Any) -> None:
+    from lox.loggers import _host, _run  # loggers build on the store
+
+    leaves, treedef = jax.tree.flatten(logs)
+    impls = [impl_name(x) if _is_key(x) else None for x in leaves]
+    words = [jax.random.key_data(x) if _is_key(x) else as_array(x, "these logs") for x in leaves]
+    data = [] if key is None else [jax.random.key_data(key) if _is_key(key) else key]
+    impl = impl_name(key) if data and _is_key(key) else None
+    plan, arrays = _run.ConfigPlan.of(config)
+
+    def write(where: Laned, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> list[Any]:
+        del eager
+        found = []
+        for index in np.ndindex(lanes):
+            if _lanes.pick(where, index):
+                rest = iter([_lanes.pick(x, index) for x in operands])
+                values = [KeyData(x, of) if of else x for of, x in zip(impls, rest, strict=False)]
+                own = next(rest) if data else None
+                of_run = None if config is None else plan.rebuild(list(rest))
+                found.append((own, _on_host(jax.tree.unflatten(treedef, values)), of_run))
+        if found:
+            with Writer(path) as writer:
+                _write(writer, found, impl, mode)
+        return []
+
+    _host.call(write, [*words, *data, *arrays])
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and not isinstance(x, KeyData) and _arrays.is_prng_key(x.dtype)
 
 
 def _on_host(logs: logdict) -> logdict:
     """NumPy arrays, without the slots in which nothing happened."""
 
     def to_numpy(x: Any) -> Any:
-        if hasattr(x, "dtype") and _arrays.is_prng_key(x.dtype):
+        if _is_key(x):
             return KeyData(jax.random.key_data(x), impl_name(x))
         return x if isinstance(x, KeyData) else np.asarray(x)
 
