@@ -29,7 +29,7 @@ TRANSFORMATIONS = {
     "tap": lambda f: lox.tap(f, lambda logs: None),
     "buffer": lambda f: lox.tap(f, lambda logs: None, buffer=2),
     "nolog": lox.nolog,
-    "keep": lambda f: lox.keep(f, "y"),
+    "keep": lambda f: lox.keep(f, []),
     "watch": lox.watch,
 }
 

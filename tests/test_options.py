@@ -105,15 +105,16 @@ def test_selection_of_some_keys_of_one_event():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_nolog_leaves_the_rest_to_the_sink(capsys, wrap):
+    def printed():
+        jax.effects_barrier()
+        return sorted(capsys.readouterr().out.splitlines())  # on a GPU, XLA may reorder them
+
     wrap(lox.nolog(tagged, tags="metric"))(0)
-    jax.effects_barrier()
-    assert capsys.readouterr().out == "{'debug/norm': 3}\n{'lr': 4}\n"
+    assert printed() == ["{'debug/norm': 3}", "{'lr': 4}"]
     wrap(lox.keep(tagged, argnames="*loss"))(0)
-    jax.effects_barrier()
-    assert capsys.readouterr().out == "{'train/loss': 0}\n{'test/loss': 2}\n"
+    assert printed() == ["{'test/loss': 2}", "{'train/loss': 0}"]
     wrap(lox.nolog(tagged))(0)
-    jax.effects_barrier()
-    assert capsys.readouterr().out == ""
+    assert printed() == []
 
 
 def test_keep_of_nothing_lowers_to_the_same_program():
