@@ -70,18 +70,32 @@ class Generator:
                 return Statement("op", (pick.randint(1, 5), pick.randint(0, 9)))
             keys = tuple(prefix + k for k in pick.sample(KEYS, pick.choice([1, 1, 1, 2])))
             return Statement("log", (pick.randint(1, 3), pick.randint(0, 2), pick.randint(0, 5)), (), keys)
-        kinds = ["jit", "scan", "fori", "cond", "cond", "switch", "remat", "custom_jvp", "custom_vjp", "jvp", "call"]
+        kinds = [
+            "jit",
+            "warm",
+            "scan",
+            "fori",
+            "cond",
+            "cond",
+            "switch",
+            "remat",
+            "custom_jvp",
+            "custom_vjp",
+            "jvp",
+            "call",
+        ]
         if "grad" not in inside:
             kinds += ["while", "while", "custom_vmap"]
         if not inside & {"grad", "jvp"}:
             kinds += ["linear_solve", "root"]  # differentiated, their solvers run for the tangents too
+            kinds += ["composite"]  # which cannot be differentiated, and hides its effects
         if inside & {"jvp"}:
             kinds.remove("custom_vjp")  # JAX has no forward mode for it
             kinds = [k for k in kinds if k != "custom_vmap"]  # nor, on some versions, the right shapes for this one
         if not inside & {"grad", "jvp"}:
             kinds += ["grad", "grad", "linearize"]
         if not inside:
-            kinds += ["vmap", "vmap", "shard_map"]
+            kinds += ["vmap", "vmap", "shard_map", "move"]
         kind = pick.choice(kinds)
         if kind in ("vmap", "shard_map"):
             prefix = f"m{self.maps}/"
@@ -158,6 +172,28 @@ class JaxRunner:
 
     def do_jit(self, s: Statement, x: Any, i: Any) -> Any:
         return self.once(s, jax.jit)(x, i)
+
+    def do_warm(self, s: Statement, x: Any, i: Any) -> Any:
+        """A jit like any other, but `warm_up` has called it before."""
+        return self.do_jit(s, x, i)
+
+    def warm_up(self, block: Block | None = None) -> None:
+        """Let the functions run that shall have run before: from then on JAX dispatches them without a look."""
+        for s in self.program if block is None else block:
+            for body in s.bodies:
+                self.warm_up(body)
+            if s.kind == "warm":
+                for _ in range(2):
+                    jax.block_until_ready(self.do_warm(s, jnp.float32(1), jnp.int32(0)))
+
+    def do_composite(self, s: Statement, x: Any, i: Any) -> Any:
+        return self.once(s, lambda body: lax.composite(body, "lox.test"))(x, i)
+
+    def do_move(self, s: Statement, x: Any, i: Any) -> Any:
+        """What follows runs on another device, unless it is part of one program."""
+        if not isinstance(x, jax.core.Tracer):
+            x = jax.device_put(x, jax.devices()[s.numbers[0]])
+        return self.do_jit(s, x, i) if s.numbers[1] else self.do_call(s, x, i)
 
     def do_call(self, s: Statement, x: Any, i: Any) -> Any:
         return self.body(s)(x, i)

@@ -3,6 +3,8 @@
 `make fuzz N=5000 SEED=0` runs more. A failure names its seed: `LOX_FUZZ_SEED=<seed> LOX_FUZZ_N=1` runs it alone.
 """
 
+import contextlib
+import itertools
 import os
 import re
 from collections import Counter, defaultdict
@@ -192,11 +194,13 @@ class Subject:
         self.lanes = [programs.run_plain(self.program, x0 + n) for n in range(3)]
         self.fun = programs.JaxRunner(self.program)
         self.fun.__name__ = "program"  # type: ignore[attr-defined]
+        with lox.testing.capture():
+            self.fun.warm_up()
         self.x = jnp.float32(x0)
         self.xs = self.x + jnp.arange(3.0)
         self.capacity = MAX_EVENTS if "while" in self.kinds else None
         self.lane_capacity = 3 * MAX_EVENTS if "while" in self.kinds else None
-        choice = seed // 3
+        self.choice = choice = seed // 3
         self.how, self.every = REDUCTIONS[choice % len(REDUCTIONS)], 2 + choice % 3
         self.size = (1, 7, 100)[choice % 3]
 
@@ -312,6 +316,53 @@ def check_buffer(s: Subject) -> None:
             assert_logs(logs, lane_events, f"{what}, buffer={s.size}, lane {n}")
 
 
+def check_mesh(s: Subject) -> None:
+    """Lanes sharded over a mesh of 1 to 8 devices, whose axis is explicit or automatic."""
+    count, explicit, around = MESHES[s.choice % len(MESHES)]
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((count,), ("lanes",), axis_types=(kind,), devices=jax.devices()[:count])
+    numbers = np.asarray(s.x) + np.arange(max(count, 2), dtype=np.float32)
+    xs = jax.device_put(numbers, jax.NamedSharding(mesh, jax.sharding.PartitionSpec("lanes")))
+    lanes = [programs.run_plain(s.program, float(x)) for x in numbers]
+    if max(len(events) for _, events in lanes) > MAX_EVENTS:
+        return
+    bare = jax.jit(jax.vmap(programs.JaxRunner(s.program, logs=False)))
+    with jax.set_mesh(mesh) if around else contextlib.nullcontext():
+        try:
+            bare(xs)
+        except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+            return  # JAX itself cannot
+        mapped, capacity = jax.jit(jax.vmap(s.fun)), count * s.lane_capacity if s.lane_capacity else None
+        for what, spooled in (
+            ("spool(jit(vmap))", lox.spool(mapped, capacity=capacity)),
+            ("jit(vmap(spool))", jax.jit(jax.vmap(lox.spool(s.fun, capacity=s.capacity)))),
+        ):
+            outs, logs = spooled(xs)
+            assert np.asarray(outs).tolist() == [result for result, _ in lanes], f"{what} on a mesh"
+            for n, (_, events) in enumerate(lanes):
+                assert_logs(pick_lane(logs, n), events, f"{what} on a mesh, lane {n}")
+        outs, logs = lox.spool(mapped, reduce=s.how)(xs)
+        for n, (_, events) in enumerate(lanes):
+            assert_reduced(pick_lane(logs, n), events, s.how, f"reduce on a mesh, lane {n}")
+        received: list[lox.logdict] = []
+        jax.block_until_ready(lox.tap(mapped, received.append)(xs))
+        jax.effects_barrier()
+        for n, (_, events) in enumerate(lanes):
+            assert_streamed(received, events, f"tap on a mesh, lane {n}", n)
+        with lox.testing.capture() as leaked:
+            jax.block_until_ready((lox.nolog(mapped)(xs), lox.spool(mapped, capacity=capacity)(xs)))
+        assert not leaked
+        with lox.testing.capture() as received:
+            jax.block_until_ready(mapped(xs))
+        for n, (_, events) in enumerate(lanes):
+            wanted = sorted(plain_form((e.key, e.value)) for e in events)
+            assert sorted(map(plain_form, in_order(received, n))) == wanted, f"mesh, lane {n}"
+
+
+# The number of devices, whether the axis is explicit, and whether the mesh is around or comes with the inputs only.
+MESHES = list(itertools.product((1, 2, 4, 8), (True, False), (True, False)))
+
+
 @pytest.mark.parametrize("seed", range(SEED, SEED + N))
 def test_program(seed: int) -> None:
     subject = Subject(seed)
@@ -319,7 +370,7 @@ def test_program(seed: int) -> None:
     check_nolog(subject)
     if subject.kinds & {"vmap", "shard_map"}:
         return
-    # In CI each of these has a third of the programs, for want of time.
-    checks = (check_tap, check_reduce, check_buffer)
-    for check in checks if "LOX_FUZZ_N" in os.environ else checks[seed % 3 : seed % 3 + 1]:
+    # In CI each of these has a quarter of the programs, for want of time.
+    checks = (check_tap, check_reduce, check_buffer, check_mesh)
+    for check in checks if "LOX_FUZZ_N" in os.environ else checks[seed % 4 : seed % 4 + 1]:
         check(subject)
