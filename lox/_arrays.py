@@ -1,5 +1,6 @@
 """Small things about arrays that several modules need."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -80,6 +81,22 @@ def take(x: Any, indices: Any, axis: int) -> Any:
 def cast(x: Any, dtype: Any) -> Any:
     """`x.astype(dtype)`, which PRNG keys do not have."""
     return x if x.dtype == dtype else x.astype(dtype)
+
+
+@jax.jit
+def _copy(x: Any) -> Any:
+    return jnp.copy(x)
+
+
+def owned(arrays: list[Any]) -> list[Any]:
+    """The same arrays, those that exist already as copies: what is kept may be donated by the program later on.
+
+    Nothing would tell: a jitted function without logs that has run before is called past every trace.
+    """
+    if all(isinstance(x, _compat.Tracer) for x in arrays) or isinstance(_compat.current_trace(), _compat.StagingTrace):
+        return arrays
+    with jax.debug_nans(False) if jax.config.jax_debug_nans else contextlib.nullcontext():  # type: ignore[attr-defined]
+        return [_copy(x) if isinstance(x, jax.Array) and not isinstance(x, _compat.Tracer) else x for x in arrays]
 
 
 def strong(x: Any) -> Any:

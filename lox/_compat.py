@@ -1149,6 +1149,60 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
     return [operands[0]]
 
 
+def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any) -> Any:
+    """`lower_callback` of any dtype: numbers of less than 8 bits leave in wider ones.
+
+    XLA packs several of them into a byte, and JAX 0.7 hands the bytes to NumPy, which does not.
+    """
+    dtypes = [a.dtype for a in ctx.avals_in]
+    wide = [_in_whole_bytes(d) for d in dtypes]
+    if wide == dtypes:
+        return lower_callback(ctx, callback, *operands)
+
+    def narrowing(*arrays: Any) -> Any:
+        return callback(*[x.astype(d) for x, d in zip(arrays, dtypes, strict=True)])
+
+    def widen(*xs: Any) -> list[Any]:
+        return [x.astype(d) for x, d in zip(xs, wide, strict=True)]
+
+    avals = [a.update(dtype=np.dtype(d)) for a, d in zip(ctx.avals_in, wide, strict=True)]
+    widened = mlir.lower_fun(widen, multiple_results=True)(ctx.replace(avals_out=avals), *operands)
+    inner = ctx.replace(avals_in=avals)
+    outs = lower_callback(inner, narrowing, *[x for xs in widened for x in (xs if isinstance(xs, list) else [xs])])
+    if inner.tokens_out is not None:
+        ctx.set_tokens_out(inner.tokens_out)
+    return outs
+
+
+def _in_whole_bytes(dtype: Any) -> Any:
+    if is_prng_key(dtype) or dtype.kind == "b":
+        return dtype
+    if jax.numpy.issubdtype(dtype, jax.numpy.integer):
+        small = jax.numpy.iinfo(dtype).bits < 8
+        unsigned = jax.numpy.issubdtype(dtype, jax.numpy.unsignedinteger)
+        return np.dtype(np.uint8 if unsigned else np.int8) if small else dtype
+    return np.dtype(np.float32) if jax.numpy.finfo(dtype).bits < 8 else dtype
+
+
+_PYTHON_LOOPS = frozenset(["scan", "while_loop", "fori_loop"])
+_LOOPS_HOME = os.path.join("lax", "control_flow", "loops.py")
+
+
+def in_python_loop(outermost: Any) -> bool:
+    """Whether this is called from a loop that JAX runs in Python, inside of the function whose code is `outermost`.
+
+    Under `disable_jit` there are no primitives for loops: nothing but the stack knows of them.
+    """
+    if not config.disable_jit.value:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not outermost:
+        if frame.f_code.co_name in _PYTHON_LOOPS and frame.f_code.co_filename.endswith(_LOOPS_HOME):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _callback_sharding(kind: str) -> Any:
     if config.use_shardy_partitioner.value:
         whole = SdyArray(mesh_shape=(), dim_shardings=(), logical_device_ids=(0,))

@@ -187,6 +187,7 @@ class EventReader:
                 tuple(ndims[start:stop]),
                 tuple((name, meta.flags[n]) for name, n in sorted(self.step_index.items())),
                 mask_flags if self.lane_mask else (),
+                one_event=True,
             )
             start = stop
         self.single = jax.tree.structure(0)
@@ -268,7 +269,7 @@ def _lower(ctx: Any, *operands: Any, deliver: Deliver, packet: Any, conditional:
     if conditional:
         return mlir.lower_fun(_emit_if_happened, multiple_results=True)(ctx, *operands, deliver=deliver, packet=packet)
     call = _host_call(deliver, packet, [len(a.shape) for a in ctx.avals_in[1:]])
-    return _compat.lower_callback(ctx, call, *operands)
+    return _compat.lower_in_whole_bytes(ctx, call, operands)
 
 
 def _emit_if_happened(token: Any, *operands: Any, **params: Any) -> list[Any]:

@@ -174,6 +174,10 @@ class Run:
         """The path of the scopes that are open now."""
         return self.path + "".join(f"{name}/" for name in _compat.open_scopes()[self._scopes :])
 
+    def in_python_loop(self) -> bool:
+        """Whether an event comes from a loop that is none to JAX, because jit is disabled."""
+        return _compat.in_python_loop(run_function.__code__)
+
     def block(self, state: Any, unbounded: bool = False) -> "Run":
         """A run for a block inside this one."""
         return Run(self.handler, state, self.unbounded or unbounded, self.inside)

@@ -119,6 +119,11 @@ class Event:
             return self.replace(mask=Laned(self.mask.tree & mask, self.mask.flags))
         return self.replace(mask=Laned(mask, (False,) * len(next(iter(self.values.values()))[0].flags)))
 
+    def owned(self) -> "Event":
+        """The same event with arrays that nobody else can donate."""
+        operands, meta = self.to_operands()
+        return Event.from_operands(meta, _arrays.owned(operands), self.path)
+
     def prefixed(self, prefix: str) -> "Event":
         """The same event under longer names."""
         if not prefix:

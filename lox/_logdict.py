@@ -28,6 +28,7 @@ class Layout(NamedTuple):
     ndims: tuple[int, ...]
     step_flags: tuple[tuple[str, Flags], ...] = ()
     valid_flags: Flags = ()
+    one_event: bool = False  # or none, in some lanes: that is what `tap` delivers
 
 
 class _Keys(tuple[str, ...]):
@@ -480,7 +481,10 @@ class logdict(dict[str, Any]):
                     tuple(n - any(f[:1]) for n, f in zip(layout.ndims, layout.flags, strict=True)),
                     tuple((name, drop(f)) for name, f in layout.step_flags),
                     drop(layout.valid_flags),
+                    layout.one_event,
                 )
+            if layout.one_event and key in new.valid and not np.any(np.asarray(new.valid[key])):
+                del new[key]
         if not found:
             raise _errors.LoxError("these logs have no lanes: nothing was logged under `vmap`.")
         return new.compact()

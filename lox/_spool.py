@@ -60,7 +60,9 @@ class Collect(Handler):
         if self.keep_logs:
             bind(event.replace(seen=True))
         event = event.in_scope()
-        for key in self.selection.keys(event):
+        keys = self.selection.keys(event)
+        event = event.owned() if keys else event
+        for key in keys:
             reduction = self.reduction(key, event.reductions[key])
             held = run.state.get(key)
             if isinstance(held, Room):
@@ -77,7 +79,8 @@ class Collect(Handler):
             if held is not None:
                 run.state = {**run.state, key: held}
             else:
-                run.pieces.append({key: event.series(key)})
+                series = event.series(key)
+                run.pieces.append({key: series.expanded() if run.in_python_loop() else series})
             run.note(key, event.mask is None)
 
     def _capacity(self, key: str, site: str) -> int:

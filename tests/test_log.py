@@ -9,6 +9,7 @@ import pytest
 from exact import boolean, f32, i32, same
 
 import lox
+import lox.testing
 
 # --- bad input ---
 
@@ -292,6 +293,113 @@ def test_prng_keys_outside_loops(options):
     key = jax.random.key(7)
     _, logs = lox.spool(f, **options)(key)
     same(words(logs)["key"].reshape(2), np.asarray(jax.random.key_data(key)))
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "uint2", "float4_e2m1fn"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_numbers_of_less_than_a_byte(capsys, wrap, dtype):
+    def f(x, ys):
+        lox.log({"x": x})
+        jax.lax.scan(lambda c, y: (lox.log({"y": y}), (c, None))[1], 0, ys)
+
+    x = np.asarray([1, 0, 1, 1, 0]).astype(dtype)
+    ys = np.stack([x, x[::-1]])
+    args = jnp.asarray(x), jnp.asarray(ys)
+    expected = [{"x": x}, {"y": ys[0]}, {"y": ys[1]}]
+    events = []
+    lox.tap(wrap(f), events.append)(*args)
+    same([dict(e) for e in events], expected)
+    events = []
+    lox.tap(wrap(f), events.append, buffer=2)(*args)
+    same(np.concatenate([e["y"] for e in events if "y" in e]), ys)
+    same(np.concatenate([e["x"] for e in events if "x" in e]), x[None])
+    with lox.testing.capture() as events:
+        wrap(f)(*args)
+        jax.effects_barrier()
+    same([dict(e) for e in events], expected)
+    same(lox.spool(wrap(f))(*args)[1], {"x": x, "y": ys})
+
+
+# --- arrays that are donated after they were logged ---
+
+
+def donating(p):
+    update = jax.jit(lambda p: p + 1, donate_argnums=0)
+    for _ in range(3):
+        lox.log({"p": p}, step=p[0])
+        p = update(p)
+    return p
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0, 1, 2]),
+        ({"keep_logs": True}, [0, 1, 2]),
+        ({"interval": 2}, [0, 2]),
+        ({"capacity": 1}, [0, 1, 2]),
+        ({"reduce": "first"}, 0),
+        ({"reduce": "last"}, 2),
+        ({"reduce": "max"}, 2),
+    ],
+)
+def test_logs_survive_the_donation_of_what_was_logged(options, expected):
+    for _ in range(2):
+        _, logs = lox.spool(donating, **options)(jnp.zeros(2) + 0)
+        same(logs, {"p": np.stack([f32(expected)] * 2, -1)})
+        same(logs.step["p"], f32(2 if "reduce" in options else expected))
+
+
+def test_logs_of_nested_transformations_survive_donation():
+    expected = {"p": f32([[0, 0], [1, 1], [2, 2]])}
+    (_, inner), outer = lox.spool(lambda p: lox.spool(donating, keep_logs=True)(p))(jnp.zeros(2) + 0)
+    same(inner, expected)
+    same(outer, expected)
+    events = []
+    lox.tap(donating, events.append, buffer=2)(jnp.zeros(2) + 0)
+    same(np.concatenate([e["p"] for e in events]), expected["p"])
+
+
+def test_a_log_that_is_traced_is_not_copied():
+    def f(x):
+        lox.log({"x": x, "y": np.ones(2, np.float32)})
+        return x
+
+    text = str(jax.make_jaxpr(lambda x: lox.spool(f)(x)[1].asdict())(jnp.zeros(2)))
+    assert "name=_copy" not in text
+
+
+# --- without jit ---
+
+
+def scan_once(x):
+    return jax.lax.scan(lambda c, x: (c, lox.log({"x": x})["x"]), 0, x[None])[0]
+
+
+def fori_once(x):
+    return jax.lax.fori_loop(0, 1, lambda i, c: (lox.log({"x": x}), c)[1], 0)
+
+
+def while_once(x):
+    return jax.lax.while_loop(lambda i: i < 1, lambda i: (lox.log({"x": x}), i + 1)[1], 0)
+
+
+@pytest.mark.parametrize("loop", [scan_once, fori_once, while_once])
+@pytest.mark.parametrize("options", [{"capacity": 3}, {"capacity": 3, "interval": 2}, {"reduce": "last"}])
+def test_whether_there_is_an_event_axis_does_not_depend_on_disable_jit(loop, options):
+    x = f32([1, 2])
+    with_jit = lox.spool(loop, **options)(x)[1]
+    with jax.disable_jit():
+        without = lox.spool(loop, **options)(x)[1]
+        single = lox.spool(lambda x: lox.log({"x": x}))(x)[1]
+    same(with_jit, {"x": x if "reduce" in options else x[None]})
+    same(without, {"x": x if "reduce" in options else x[None]})
+    same(single, {"x": x})
+    for buffer, expected in ((None, x), (2, x[None])):
+        events = []
+        with jax.disable_jit():
+            lox.tap(loop, events.append, buffer=buffer)(x)
+        same([dict(e) for e in events], [{"x": expected}])
 
 
 def test_a_mapping_that_is_no_dict():

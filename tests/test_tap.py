@@ -323,3 +323,26 @@ def test_nobody_listens_after_reraise() -> None:
             assert len(_emit._listeners) == 1
             jax.block_until_ready(jax.jit(lox.tap(scanned, callback))(X))
         assert _emit._listeners == ()
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_lane_in_which_an_event_did_not_happen_has_no_such_key(jit: bool) -> None:
+    def f(n: Any) -> Any:
+        lox.log({"m": n})
+        return jax.lax.cond(n > 0, lambda: (lox.log({"n": n}, step=10 * n), 0)[1], lambda: 0)
+
+    events: list[lox.logdict] = []
+    lox.tap(jax.jit(jax.vmap(f)) if jit else jax.vmap(f), events.append)(jnp.arange(3))
+    always, sometimes = events
+    assert [dict(always.lane(i)) for i in range(3)] == [{"m": 0}, {"m": 1}, {"m": 2}]
+    assert [dict(sometimes.lane(i)) for i in range(3)] == [{}, {"n": 1}, {"n": 2}]
+    assert [dict(sometimes.lane(i).steps.get("step", {})) for i in range(3)] == [{}, {"n": 10}, {"n": 20}]
+    assert all(not sometimes.lane(i).valid for i in range(3))
+    # What is reduced has a value even over no events, as it has outside of vmap.
+    _, logs = lox.spool(jax.vmap(f), argnames="n", reduce="sum")(jnp.arange(3))
+    assert [dict(logs.lane(i)) for i in range(3)] == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert [dict(logs.lane(i).valid) for i in range(3)] == [{"n": False}, {}, {}]
+    # Several events have an axis, of no length where none of them happened.
+    events.clear()
+    lox.tap(jax.vmap(f), events.append, argnames="n", buffer=2)(jnp.arange(3))
+    assert [events[0].lane(i)["n"].tolist() for i in range(3)] == [[], [1], [2]]
