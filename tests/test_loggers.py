@@ -608,3 +608,87 @@ def test_what_the_disk_says_at_the_last_moment(tmp_path, monkeypatch, kind, reas
         assert info.value.errno == reason
     monkeypatch.undo()
     logger.close()
+
+
+# --- closing one run ---
+
+
+class Ending(lox.Logger):
+    def __init__(self):
+        self.calls = []
+
+    def write(self, run, logs):
+        self.calls.append(f"{run.name}: {logs}")
+
+    def finish(self, run):
+        self.calls.append(f"{run.name} ends")
+
+
+def logged(logger, state, x):
+    logger.log(state, {"x": x})
+    logger.close(state)
+    return x
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_closing_one_run_leaves_the_others(wrap):
+    logger = Ending()
+    first, second = logger.init(jax.random.key(1)), logger.init(jax.random.key(2))
+    wrap(lambda state: logged(logger, state, 1.0))(first)
+    jax.effects_barrier()
+    logger.flush()
+    assert logger.calls == ["1: {'x': [1.0]}", "1 ends"]
+    logger.log(second, {"x": 2.0})
+    with pytest.raises(lox.LoxError, match=r"^run '1' is closed\. Begin another with `init`\.$"):
+        logger.log(first, {"x": 3.0})
+    logger.close(first)  # which does nothing the second time
+    logger.close()
+    assert logger.calls[2:] == ["2: {'x': [2.0]}", "2 ends"]
+    with pytest.raises(lox.LoxError, match="`close`: this Ending is closed"):
+        logger.close(second)
+
+
+def test_closing_the_runs_of_a_batch():
+    for close in ("outside", "inside"):
+        logger = Ending()
+        states = jax.vmap(logger.init)(jax.vmap(jax.random.key)(jnp.arange(3)))
+        if close == "outside":
+            logger.close(jax.tree.map(lambda x: x[1:], states))
+        else:
+            jax.jit(jax.vmap(logger.close))(jax.tree.map(lambda x: x[1:], states))
+            logger.flush()
+        assert logger.calls == ["1 ends", "2 ends"]
+        logger.close()
+        assert logger.calls == ["1 ends", "2 ends", "0 ends"]
+
+
+def test_events_that_come_after_a_run_was_closed_are_told():
+    logger = Ending()
+    state = logger.init(jax.random.key(1))
+    log = jax.jit(lambda state: logger.log(state, {"x": 1.0}))
+    log(state)
+    logger.close(state)
+    with pytest.warns(lox.LoxWarning, match="failed writing: LoxError: run '1' is closed"):
+        log(state)
+        jax.effects_barrier()
+        with pytest.raises(lox.LoxError, match="run '1' is closed"):
+            logger.flush()
+    logger.close()
+    assert logger.calls == ["1: {'x': [1.0]}", "1 ends"]
+
+
+def test_closing_one_run_of_several_loggers_and_of_files(tmp_path):
+    inner = Ending()
+    with lox.MultiLogger(inner, lox.SaveLogger(tmp_path), lox.CsvLogger(tmp_path / "csv")) as logger:
+        first, second = logger.init(jax.random.key(1)), logger.init(jax.random.key(2))
+        logged(logger, first, 1.0)
+        assert inner.calls == ["1: {'x': [1.0]}", "1 ends"]
+        logger.log(second, {"x": 2.0})
+        logged(logger, logger.init(jax.random.key(3)), 3.0)
+    assert inner.calls[2:] == ["2: {'x': [2.0]}", "3: {'x': [3.0]}", "3 ends", "2 ends"]
+    assert {name: logs["x"].tolist() for name, logs in lox.load(tmp_path).items()} == {"1": [1], "2": [2], "3": [3]}
+
+
+def test_closing_what_is_no_state():
+    with Ending() as logger, pytest.raises(lox.LogTypeError, match="`close` got 3 for the logger's state"):
+        logger.close(3)

@@ -245,13 +245,23 @@ class Logger:
         """
         raise_all(self._pipeline.name, self._pipeline.settle())
 
-    def close(self) -> None:
-        """Write what is queued and end all runs. Closing twice does nothing.
+    def close(self, state: LoggerState | None = None) -> None:
+        """Write what is queued and end all runs, or those of one state. Closing twice does nothing.
+
+        Args:
+            state: The run to end, or with a `vmap` around `init` the runs; the others go on. Under `jit`, a run ends
+                when the program gets here.
 
         Raises:
             Exception: As for `flush`.
         """
-        raise_all(self._pipeline.name, self._pipeline.shut())
+        if state is None:
+            return raise_all(self._pipeline.name, self._pipeline.shut())
+        self._require_state(state, "close")
+        waiting = _compat.is_evaluating()
+        errors = self._pipeline.settle() if waiting else []  # of computations that have not got so far
+        _host.call(self._pipeline.end, [jnp.asarray(state.run, jnp.int32)])
+        raise_all(self._pipeline.name, [*errors, *(self._pipeline.settle() if waiting else [])])
 
     def __enter__(self) -> Self:
         self._pipeline.require_open("with")
@@ -268,11 +278,7 @@ class Logger:
 
     def _run_of(self, state: Any, what: str) -> Any:
         """The number of the run, checked as far as possible before the program runs."""
-        self._pipeline.require_open(what)
-        if not isinstance(state, LoggerState):
-            raise _errors.LogTypeError(
-                f"`{what}` got {state!r} for the logger's state: give it what `init(key)` returned."
-            )
+        self._require_state(state, what)
         if np.ndim(state.run):
             raise _errors.LogTypeError(
                 f"`{what}` got the states of {' × '.join(map(str, np.shape(state.run)))} runs: it takes one. "
@@ -280,7 +286,16 @@ class Logger:
             )
         if not isinstance(state.run, _compat.Tracer) and int(state.run) not in self._pipeline.runs:
             raise self._pipeline.unknown(int(state.run))
+        if not isinstance(state.run, _compat.Tracer) and int(state.run) in self._pipeline.ended:
+            raise self._pipeline.over(int(state.run))
         return jnp.asarray(state.run, jnp.int32)
+
+    def _require_state(self, state: Any, what: str) -> None:
+        self._pipeline.require_open(what)
+        if not isinstance(state, LoggerState):
+            raise _errors.LogTypeError(
+                f"`{what}` got {state!r} for the logger's state: give it what `init(key)` returned."
+            )
 
     def _send(self, run: Any, logs: logdict) -> None:
         plan, arrays = _batch.Plan.of(logs)

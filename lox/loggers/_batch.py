@@ -245,14 +245,27 @@ class CallJob:
         return self
 
 
-Job = TapJob | CallJob
+@dataclasses.dataclass(frozen=True, eq=False)
+class EndJob:
+    """No events of these runs will come any more."""
+
+    ids: tuple[int, ...]
+    rename: Rename | None = None
+    size = 0
+
+    def numbers(self) -> list[int]:
+        """The runs, as this logger numbers them."""
+        return list(self.ids) if self.rename is None else self.rename(np.asarray(self.ids, np.int32)).tolist()
+
+
+Job = TapJob | CallJob | EndJob
 
 
 def _size(tree: Any) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def sort(jobs: list[Job]) -> Iterator[Callable[[], list[Batch]]]:
+def sort(jobs: list[TapJob | CallJob]) -> Iterator[Callable[[], list[Batch]]]:
     """How to make batches of jobs, in order. Events of the same form are joined first, which is much cheaper."""
     for _, group in itertools.groupby(jobs, key=lambda job: job.form):
         yield functools.partial(_sort_alike, list(group))

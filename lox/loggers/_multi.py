@@ -7,7 +7,7 @@ import numpy as np
 from lox import _errors
 from lox._logdict import logdict
 from lox.loggers._base import Logger
-from lox.loggers._batch import Job, Rename
+from lox.loggers._batch import EndJob, Job, Rename
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._run import Run
 
@@ -69,6 +69,8 @@ class _FanOut(Pipeline):
 
     def enqueue(self, job: Job) -> None:
         """Queue events everywhere."""
+        if isinstance(job, EndJob):
+            self.ended.update(job.numbers())
         for number, other in enumerate(self._others):
             other.enqueue(dataclasses.replace(job, rename=self._renaming(number, job.rename)))
 

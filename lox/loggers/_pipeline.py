@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import math
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from lox import _errors, _lanes
 from lox._lanes import Laned
 from lox._logdict import logdict, warn_of_dropped
 from lox.loggers import _batch
-from lox.loggers._batch import Batch, CallJob, Job, TapJob
+from lox.loggers._batch import Batch, CallJob, EndJob, Job, TapJob
 from lox.loggers._errors import ErrorLog, raise_all
 from lox.loggers._prng import words_only
 from lox.loggers._run import ConfigPlan, Run
@@ -39,6 +40,7 @@ class Pipeline:
         self._opens_lanes = opens_lanes  # all runs of an `init` at once
         self.runs: dict[int, Run] = {}
         self.broken: set[int] = set()  # runs that could not be opened
+        self.ended: set[int] = set()  # runs that were closed before the others
         self.errors = ErrorLog(self.name)
         self.closed = False
         self._lock = threading.RLock()  # held while host methods run
@@ -68,6 +70,10 @@ class Pipeline:
             f"{self.name} has no run number {number}: its state was made by another logger or in another process. "
             "Call `init` of this one."
         )
+
+    def over(self, number: int) -> _errors.LoxError:
+        """For a run that was closed."""
+        return _errors.LoxError(f"run {self.runs[number].name!r} is closed. Begin another with `init`.")
 
     def target(self, plan: _batch.Plan) -> Any:
         """Who receives events of this form: always the same object, so that JAX's caches find it again."""
@@ -144,6 +150,17 @@ class Pipeline:
             self.enqueue(CallJob(plan, ids, where, arrays))
         return []
 
+    def end(self, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
+        """End runs once all that was queued for them is written; -1 is none."""
+        del eager
+        (ids,) = operands
+        index = tuple(slice(None) if flag else None for flag in ids.flags)
+        item = ids.tree.shape[sum(map(bool, ids.flags)) :]  # a state may be that of several runs
+        numbers = np.broadcast_to(ids.tree[index], (*lanes, *item)).reshape(math.prod(lanes), -1)
+        happened = np.broadcast_to(where.tree[tuple(slice(None) if f else None for f in where.flags)], lanes)
+        self.enqueue(EndJob(tuple(dict.fromkeys(numbers[happened.reshape(-1)].reshape(-1).tolist()))))
+        return []
+
     def enqueue(self, job: Job) -> None:
         """Queue events for the writer's thread, which is to sort them too: the program waits for this one."""
         if self.closed or not self.is_of_this_process:
@@ -176,6 +193,24 @@ class Pipeline:
                 self.logger.pause()
 
     def _sort_and_write(self, jobs: list[Job]) -> None:
+        for ends, some in itertools.groupby(jobs, key=lambda job: isinstance(job, EndJob)):
+            if ends:
+                self._finish([number for job in some if isinstance(job, EndJob) for number in job.numbers()])
+            else:
+                self._write_all(list(some))
+
+    def _finish(self, numbers: list[int]) -> None:
+        for number in dict.fromkeys(numbers):
+            if number not in self.runs:
+                if number >= 0:  # there are none in lanes that did not get to `init`
+                    self.errors.add(self.unknown(number), "closing a run")
+            elif number not in self.broken | self.ended:
+                self.ended.add(number)
+                run = self.runs[number]
+                with self.isolated(f"finishing run {run.name!r}"):
+                    self.logger.finish(run)
+
+    def _write_all(self, jobs: list[Any]) -> None:
         batches: list[Batch] = []
         for make in _batch.sort(jobs):
             with self.isolated("sorting events"):
@@ -200,6 +235,8 @@ class Pipeline:
             name = self.runs[number].name
             error = _errors.LoxError(f"run {name!r} could not be opened, so its events are not written")
             self.errors.add(error, f"writing to run {name!r}")
+        elif number in self.ended:
+            self.errors.add(self.over(number), "writing")
         else:
             return True
         return False
@@ -242,7 +279,7 @@ class Pipeline:
             self._drain()  # what came meanwhile, from other threads
             if self._writer is not None:
                 self._writer.stop()
-            for run in [run for run in self.runs.values() if run.id not in self.broken]:
+            for run in [run for run in self.runs.values() if run.id not in self.broken | self.ended]:
                 run.failure = failure
                 with self.isolated(f"finishing run {run.name!r}", quietly=True):
                     self.logger.finish(run)
