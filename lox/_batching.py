@@ -174,7 +174,8 @@ def _vmap(axis_data: Any, fun: Any, dims: Any) -> Any:
         axis_size=axis_data.size,
         spmd_axis_name=axis_data.spmd_name,
     )
-    return functools.partial(mapped, jnp.arange(axis_data.size))
+    with _compat.own_transfers():
+        return functools.partial(mapped, jnp.arange(axis_data.size))
 
 
 def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:

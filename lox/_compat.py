@@ -216,6 +216,27 @@ def _on_devices_of(mesh: Any) -> Any:
 
 _eager_rules[_on_shards_p] = _run_on_shards
 
+# --- modes ---------------------------------------------------------------------------------------
+
+
+def own_transfers() -> Any:
+    """A context for what lox computes on its own, outside of compiled programs, from Python's and NumPy's numbers.
+
+    Who guards against implicit transfers is after those of the program.
+    """
+    if all(guard.value in (None, "allow") for guard in _TRANSFER_GUARDS):
+        return _NO_CONTEXT
+    return jax.transfer_guard("allow")
+
+
+_NO_CONTEXT = contextlib.nullcontext()
+_TRANSFER_GUARDS = (
+    config.transfer_guard_host_to_device,
+    config.transfer_guard_device_to_host,
+    config.transfer_guard_device_to_device,
+)
+
+
 # --- effects -------------------------------------------------------------------------------------
 
 # JAX keeps several sets of effect types (lowerable, allowed in control flow, in custom derivatives, in remat, kept by
@@ -263,6 +284,23 @@ order_effect = OrderEffect()
 host_call_effects = {emit_effect, order_effect}
 _effects.ordered_effects.add_type(OrderEffect)
 _effects.shardable_ordered_effects.add_type(OrderEffect)
+
+
+def _without_guard(get_token_input: Any) -> Any:
+    """JAX makes the first token of a program from an array of NumPy's, which guards take for a transfer of the user's.
+
+    The program may run long after lox has returned, so that there is no other place to say that it is none.
+    """
+
+    @functools.wraps(get_token_input)
+    def get(self: Any, effect: Any, devices: Any) -> Any:
+        with own_transfers() if effect is order_effect else _NO_CONTEXT:
+            return get_token_input(self, effect, devices)
+
+    return get
+
+
+type(_runtime_tokens).get_token_input = _without_guard(type(_runtime_tokens).get_token_input)
 
 # --- jaxprs --------------------------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ emit_p.multiple_results = True
 
 def new_token() -> Any:
     """The token of the first event."""
-    return jnp.zeros((), jnp.int32)
+    with _compat.own_transfers():
+        return jnp.zeros((), jnp.int32)
 
 
 def emit(deliver: Deliver, event: Event, token: Any = None, conditional: bool = False) -> Any:
@@ -257,12 +258,14 @@ def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[...,
 @emit_p.def_impl
 def _impl(token: Any, *operands: Any, deliver: Deliver, packet: Any, conditional: bool) -> list[Any]:
     del conditional
-    # The token first: once it is there, what was emitted before has arrived, and no computation is under way with which
-    # the conversions could get into each other's way.
-    order = np.asarray(token)
-    arrays = [np.asarray(_arrays.as_array(x)) for x in operands]
+    with _compat.own_transfers():
+        # The token first: once it is there, what was emitted before has arrived, and no computation is under way with
+        # which the conversions could get into each other's way.
+        order = np.asarray(token)
+        arrays = [np.asarray(_arrays.as_array(x)) for x in operands]
     (new,) = _host_call(deliver, packet, [x.ndim for x in arrays])(order, *arrays)
-    return [token if new is order else jnp.asarray(new)]
+    with _compat.own_transfers():
+        return [token if new is order else jnp.asarray(new)]
 
 
 def _lower(ctx: Any, *operands: Any, deliver: Deliver, packet: Any, conditional: bool) -> Any:

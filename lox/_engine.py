@@ -184,7 +184,8 @@ class Run:
 
     def take(self, meta: Meta, operands: Any) -> None:
         """Hand an event to the handler."""
-        self.handler.event(self, Event.from_operands(meta, operands, self.here()))
+        with _compat.own_transfers():
+            self.handler.event(self, Event.from_operands(meta, operands, self.here()))
 
     def list_logs(self, primitive: Any, params: dict[str, Any]) -> None:
         """Remember what is logged here, if somebody wants to know."""
@@ -224,7 +225,8 @@ class Run:
             except Grown as grown:
                 if grown.owner is not self:
                     raise
-                self.handler.extend(self, grown.struct)
+                with _compat.own_transfers():
+                    self.handler.extend(self, grown.struct)
 
 
 def types_of(tree: Any) -> Any:
@@ -265,13 +267,15 @@ def failing_at_once() -> Iterator[None]:
 @contextlib.contextmanager
 def _announced(run: Run, find: Callable[[], dict[str, Tally]]) -> Iterator[None]:
     """Tell the handler what is about to be run at the outermost level, and when that is over."""
-    run.handler.before(run, find)
+    with _compat.own_transfers():
+        run.handler.before(run, find)
+    completed = False
     try:
         yield
-    except BaseException:
-        run.handler.after(run, completed=False)
-        raise
-    run.handler.after(run, completed=True)
+        completed = True
+    finally:
+        with _compat.own_transfers():
+            run.handler.after(run, completed)
 
 
 # What JAX, if no transformation is around, evaluates equation by equation. To compile it would ask for more.
@@ -458,14 +462,15 @@ def run_function(
     fun: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    state: Any = None,
+    given: Any = None,
     whole: bool = True,
 ) -> tuple[Any, Run]:
-    """Call `fun`, its logs handed to `handler`, which begins with its initial state if no other is given.
+    """Call `fun`, its logs handed to `handler`, which begins with its initial state and what else is given.
 
     Unless it is the `whole` function that is transformed, it need not log what was asked for by name.
     """
-    run = Run(handler, handler.initial_state() if state is None else state)
+    with _compat.own_transfers():
+        run = Run(handler, {**handler.initial_state(), **given} if given else handler.initial_state())
     names = handler.names if whole else None
     run.logged = None if names is None else {}
     current = _compat.take_current_trace()

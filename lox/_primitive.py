@@ -170,7 +170,8 @@ def as_array(x: Any, what: str) -> Any:
     if isinstance(x, str | bytes) or x is None:
         raise _errors.LogTypeError(f"`lox.log` cannot log {what}: {x!r} is no array but {type(x).__name__}.")
     try:
-        array = jnp.asarray(x)
+        with _compat.own_transfers():
+            array = jnp.asarray(x)
     except OverflowError as error:  # an integer of Python's
         kind = jax.dtypes.canonicalize_dtype(np.int64)
         raise _errors.LogTypeError(f"`lox.log` cannot log {what}: {x!r} does not fit into {kind}. {_WIDER}") from error

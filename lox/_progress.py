@@ -148,9 +148,10 @@ class progress:
     # --- inside the program: (number of the bar, count, count at which to call next) ---
 
     def _begin(self, total: Any) -> Any:
-        total = jnp.asarray(total, jnp.int32)
-        zero = jnp.zeros((), jnp.int32)
-        number, due = tick_p.bind(total, zero, zero, owner=self, kind="begin")
+        with _compat.own_transfers():
+            total = jnp.asarray(total, jnp.int32)
+            zero = jnp.zeros((), jnp.int32)
+            number, due = tick_p.bind(total, zero, zero, owner=self, kind="begin")
         return number, zero, due
 
     def _step(self, bar: Any) -> Any:
@@ -161,7 +162,8 @@ class progress:
 
     def _end(self, bar: Any) -> None:
         number, count, _ = bar
-        tick_p.bind(number, count, jnp.zeros_like(count), owner=self, kind="end")
+        with _compat.own_transfers():
+            tick_p.bind(number, count, jnp.zeros_like(count), owner=self, kind="end")
 
     # --- on the host ---
 

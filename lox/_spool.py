@@ -323,7 +323,8 @@ def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Calla
 
     def collect(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
         out, run = _engine.run_function(handler, fun, args, kwargs)
-        return out, finish(handler, run, prefix)
+        with _compat.own_transfers():
+            return out, finish(handler, run, prefix)
 
     @functools.wraps(fun)
     def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:

@@ -493,8 +493,9 @@ def streaming(
         handler = kind(collect, deliver, prefix, buffer)
 
         def transform(fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> tuple[Any, Any]:
-            out, run = _engine.run_function(handler, fun, args, kwargs, {**handler.initial_state(), **given})
-            return out, handler.finish(run)
+            out, run = _engine.run_function(handler, fun, args, kwargs, given)
+            with _compat.own_transfers():
+                return out, handler.finish(run)
 
         return run_with(deliver, lambda: _call.call(fun, handler, transform, args, kwargs, given), kind.waits)
 

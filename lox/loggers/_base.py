@@ -298,8 +298,9 @@ class Logger:
             )
 
     def _send(self, run: Any, logs: logdict) -> None:
-        plan, arrays = _batch.Plan.of(logs)
-        _host.call(self._pipeline.target(plan), [run, *arrays])
+        with _compat.own_transfers():
+            plan, arrays = _batch.Plan.of(logs)
+            _host.call(self._pipeline.target(plan), [run, *arrays])
 
 
 def _names(given: Any) -> Any:

@@ -55,7 +55,8 @@ def _run(arrays: Any, eager: bool, target: Target, flags: Any, lanes: Any, resul
 
 
 def _impl(*operands: Any, **params: Any) -> list[Any]:
-    return [jnp.asarray(x) for x in _run(operands, True, **params)]
+    with _compat.own_transfers():
+        return [jnp.asarray(x) for x in _run(operands, True, **params)]
 
 
 host_p.def_impl(_impl)
