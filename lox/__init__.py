@@ -22,7 +22,7 @@ Write `lox.log` wherever a value is interesting, and decide outside what becomes
 
 __version__ = "0.1.0"
 
-from lox import _batching, _differentiation, _engine, _hidden, _recompute
+from lox import _batching, _differentiation, _engine, _export, _hidden, _recompute
 from lox import loggers as loggers
 from lox import logify as logify
 from lox import neptune as neptune
@@ -72,3 +72,4 @@ _batching.install()
 _hidden.install(_engine.run_function)
 _differentiation.install()
 _recompute.install()
+_export.install()

@@ -29,14 +29,14 @@ def missing_value(dtype: Any) -> Any:
 
     Who debugs NaNs is after those of the program: then it is 0 too.
     """
-    if jnp.issubdtype(dtype, jnp.inexact) and not jax.config.jax_debug_nans:  # type: ignore[attr-defined]
+    if jnp.issubdtype(dtype, jnp.inexact) and not _compat.debugged()[0]:
         return np.asarray(np.nan).astype(dtype)
     return np.zeros((), dtype)
 
 
 def missing_step(dtype: Any) -> Any:
     """What stands for a step that an event does not have: NaN for floats, -1 for integers."""
-    if jnp.issubdtype(dtype, jnp.inexact) and not jax.config.jax_debug_nans:  # type: ignore[attr-defined]
+    if jnp.issubdtype(dtype, jnp.inexact) and not _compat.debugged()[0]:
         return np.asarray(np.nan).astype(dtype)
     return np.asarray(-1).astype(dtype)
 

@@ -23,7 +23,7 @@ from jax.extend.core import primitives
 from jax.interpreters import batching
 
 from lox import _compat, _masking
-from lox._engine import Handler, Run, Transformed, transformed, types_of, without_unwanted
+from lox._engine import Handler, Retrace, Run, Transformed, transformed, types_of, without_unwanted
 from lox._event import Event, Meta
 from lox._primitive import bind
 from lox._series import Site
@@ -83,8 +83,8 @@ class Repeat:
         return Repeat(body, self.length, self.reverse)
 
 
-class _Unbounded(Exception):
-    """Control flow: there is a loop of unknown length, whose events cannot be recorded."""
+class _Unbounded(Retrace):
+    """There is a loop of unknown length, whose events cannot be recorded."""
 
 
 class Record(Handler):

@@ -53,7 +53,8 @@ def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwa
     known = _fast.get(fun)
     if known is None:
         known = _fast[fun] = {}
-    found = known.get((key, treedef))
+    how = (key, treedef, _compat.debugged())
+    found = known.get(how)
     if found:
         return found(given, *args, **kwargs)
     if found is None:
@@ -61,7 +62,7 @@ def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwa
             known.pop(next(iter(known)))  # a callback made anew for every call would fill it
         leaves = jax.tree.leaves((args, kwargs))
         fast = _is_one_jit(_engine.first_bind(fun, args, kwargs), leaves)
-        known[key, treedef] = found = _jitted(weakref.ref(fun), transform) if fast else False
+        known[how] = found = _jitted(weakref.ref(fun), transform) if fast else False
     return found(given, *args, **kwargs) if found else transform(fun, args, kwargs, *given)
 
 

@@ -216,6 +216,21 @@ def _on_devices_of(mesh: Any) -> Any:
 
 _eager_rules[_on_shards_p] = _run_on_shards
 
+
+@contextlib.contextmanager
+def given_up_by(error: type[Exception]) -> Any:
+    """What is traced here may be given up, by raising this error, to be traced anew in another way.
+
+    JAX clears a trace that is complete; one that never is would keep alive what it closes over, tracers included.
+    """
+    trace = current_trace()
+    try:
+        yield
+    except error:
+        trace.invalidate()
+        raise
+
+
 # --- modes ---------------------------------------------------------------------------------------
 
 
@@ -227,6 +242,14 @@ def own_transfers() -> Any:
     if all(guard.value in (None, "allow") for guard in _TRANSFER_GUARDS):
         return _NO_CONTEXT
     return jax.transfer_guard("allow")
+
+
+def debugged() -> tuple[bool, bool]:
+    """Whether NaNs and infinities are being debugged: what lox traces then contains none of its own.
+
+    JAX's caches do not know of it, so that lox's must.
+    """
+    return config.debug_nans.value, config.debug_infs.value
 
 
 _NO_CONTEXT = contextlib.nullcontext()

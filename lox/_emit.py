@@ -5,12 +5,14 @@ the token from one to the next, an ordinary data dependency that works under eve
 effects do not: they fail under vmap, grad and on several devices.) All lanes of a vmap travel in one call.
 """
 
-import contextlib
 import dataclasses
 import functools
+import itertools
 import operator
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -217,22 +219,34 @@ class EventReader:
 _delivering = threading.RLock()
 
 
-# Who wants to know what callbacks raise. Replaced and never changed, so that all threads can go through it.
-_listeners: tuple[Callable[[BaseException], None], ...] = ()
-_listening = threading.Lock()
+class CallbackError(Exception):
+    """Takes the place of what a callback has raised on its way through XLA, which passes on the text only.
+
+    The text has a number, by which the caller of the program finds what was raised: one callback may fail in several
+    programs at once, and one program may have several callbacks.
+    """
+
+    def __init__(self, error: BaseException):
+        number = next(_numbers)
+        text = "".join(traceback.format_exception_only(error)).strip()
+        super().__init__(f"{text} (callback error {number} of lox)")
+        if len(_raised) >= _KEPT:
+            _raised.pop(next(iter(_raised)), None)
+        _raised[number] = error
 
 
-@contextlib.contextmanager
-def listening(listener: Callable[[BaseException], None]) -> Iterator[None]:
-    """Tell `listener` of everything that is raised on the host, on whatever thread."""
-    global _listeners
-    with _listening:
-        _listeners = (*_listeners, listener)
-    try:
-        yield
-    finally:
-        with _listening:
-            _listeners = tuple(other for other in _listeners if other is not listener)
+_numbers = itertools.count()
+_raised: dict[int, BaseException] = {}
+_KEPT = 64  # nobody may ever wait for the program
+
+
+def error_behind(raised: Exception) -> BaseException | None:
+    """What a callback has raised, if that is why a program has failed."""
+    if isinstance(raised, jax.errors.JaxRuntimeError):
+        for number in re.findall(r"\(callback error (\d+) of lox\)", str(raised)):
+            if int(number) in _raised:
+                return _raised.pop(int(number))
+    return None
 
 
 def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[..., tuple[Any]]:
@@ -243,13 +257,8 @@ def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[...,
         logs = read(*operands)
         if logs is None:
             return (token,)
-        try:
-            with _delivering:
-                new = deliver(logs, int(token))
-        except BaseException as error:
-            for listener in _listeners:
-                listener(error)
-            raise
+        with _delivering:
+            new = deliver(logs, int(token))
         return (token if new is None else np.int32(new),)
 
     return call
@@ -272,7 +281,14 @@ def _lower(ctx: Any, *operands: Any, deliver: Deliver, packet: Any, conditional:
     if conditional:
         return mlir.lower_fun(_emit_if_happened, multiple_results=True)(ctx, *operands, deliver=deliver, packet=packet)
     call = _host_call(deliver, packet, [len(a.shape) for a in ctx.avals_in[1:]])
-    return _compat.lower_in_whole_bytes(ctx, call, operands)
+
+    def numbered(*arrays: Any) -> tuple[Any]:
+        try:
+            return call(*arrays)
+        except BaseException as error:
+            raise CallbackError(error) from error
+
+    return _compat.lower_in_whole_bytes(ctx, numbered, operands)
 
 
 def _emit_if_happened(token: Any, *operands: Any, **params: Any) -> list[Any]:

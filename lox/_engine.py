@@ -144,8 +144,12 @@ class Blocks(Protocol):
         ...
 
 
-class Grown(Exception):
-    """Control flow: a block left the state with another type than it found, and must be traced again."""
+class Retrace(Exception):
+    """Control flow: what is being traced is given up."""
+
+
+class Grown(Retrace):
+    """A block left the state with another type than it found, and must be traced again."""
 
     def __init__(self, owner: "Run", struct: Any):
         super().__init__(owner, struct)
@@ -687,7 +691,8 @@ class Transformed:
 
         def flat(*args: Any) -> list[Any]:
             run = Run(handler, jax.tree.unflatten(state_tree, args[: len(leaves)]), unbounded, path)
-            outs = interpret(run, jaxpr, args[len(leaves) :])
+            with _compat.given_up_by(Retrace):
+                outs = interpret(run, jaxpr, args[len(leaves) :])
             state_out, piece = jax.tree.leaves(run.state), run.piece()
             self.keys = run.keys
             self.struct, self.piece = types_of(run.state), types_of(piece)
@@ -720,7 +725,7 @@ def transformed(run: Run, jaxpr: Any, state: Any, once: bool = False) -> Transfo
     If it is run `once`, its state may come out with another type than it goes in.
     """
     cache = _transformed.setdefault(jaxpr, {})
-    key = (run.handler, run.unbounded, run.inside, _signature(state))
+    key = (run.handler, run.unbounded, run.inside, _signature(state), _compat.debugged())
     if key not in cache:
         cache[key] = Transformed(run.handler, jaxpr, state, run.unbounded, run.inside)
     found = cache[key]
@@ -755,7 +760,7 @@ def _run_jitted(
     run: Run, jaxpr: Callable[[], Any], state: Any, args: Sequence[Any], cache: dict[Any, Any]
 ) -> list[Any]:
     """Run a jaxpr at once, transformed and compiled."""
-    key = (run.handler, run.unbounded, run.inside, _signature(state))
+    key = (run.handler, run.unbounded, run.inside, _signature(state), _compat.debugged())
     if key not in cache:
         rebuilt = Transformed(run.handler, jaxpr(), state, run.unbounded, run.inside)
         cache[key] = rebuilt, jax.jit(_compat.jaxpr_as_fun(rebuilt.jaxpr))

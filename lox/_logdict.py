@@ -415,17 +415,18 @@ class logdict(dict[str, Any]):
     def without_empty_slots(self) -> "logdict":
         """`compact`, but for its warning."""
         new = self.copy()
-        for key in list(self.valid):
-            valid = np.asarray(self.valid[key])
-            layout = self._layout(key)
-            if layout.events:
-                axis = self._outer(key)
-                keep = np.flatnonzero(valid.any(tuple(i for i in range(valid.ndim) if i != axis)))
-                if len(keep) < valid.shape[axis]:
-                    self._map_events(key, lambda x, axis, keep=keep: _arrays.take(x, keep, axis), new)
-                    valid = valid.take(keep, axis)
-            if valid.all():
-                del new.valid[key]
+        with _compat.own_transfers():
+            for key in list(self.valid):
+                valid = np.asarray(self.valid[key])
+                layout = self._layout(key)
+                if layout.events:
+                    axis = self._outer(key)
+                    keep = np.flatnonzero(valid.any(tuple(i for i in range(valid.ndim) if i != axis)))
+                    if len(keep) < valid.shape[axis]:
+                        self._map_events(key, lambda x, axis, keep=keep: _arrays.take(x, keep, axis), new)
+                        valid = valid.take(keep, axis)
+                if valid.all():
+                    del new.valid[key]
         return new
 
     def compacted_when_looked_at(self) -> "logdict":
@@ -525,7 +526,8 @@ def joined(parts: Iterable[logdict]) -> logdict:
 def warn_of_dropped(logs: logdict, warn: Callable[[str], None] = _sites.warn) -> None:
     """Tell of events that did not fit."""
     for key, dropped in logs.dropped.items():
-        most = int(np.max(np.asarray(dropped)))
+        with _compat.own_transfers():
+            most = int(np.max(np.asarray(dropped)))
         if most > 0:
             warn(
                 f"{key!r} had more events than its capacity: {most} were dropped. "

@@ -149,7 +149,7 @@ def _weighted_update(state: Any, x: Any, weight: Any) -> Any:
 
 def _over(total: Any, count: Any) -> Any:
     """The quotient: NaN over no events, unless NaNs are being debugged, which are not ours."""
-    if jax.config.jax_debug_nans:  # type: ignore[attr-defined]
+    if _compat.debugged()[0]:
         count = jnp.where(count == 0, jnp.ones_like(count), count)
     return total / count.astype(total.dtype)
 
@@ -201,8 +201,11 @@ def _lowest(dtype: Any) -> Any:
 
 def _highest(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.complexfloating):  # ordered by the real part, then by the imaginary
-        return complex(np.inf, np.inf)
+        largest = jnp.finfo(dtype).max if _compat.debugged()[1] else np.inf
+        return complex(largest, largest)
     if jnp.issubdtype(dtype, jnp.inexact):
+        if _compat.debugged()[1]:
+            return jnp.finfo(dtype).max
         infinity = np.asarray(np.inf).astype(dtype)  # which small floats may lack: then it is NaN, or the largest
         return np.inf if infinity.astype(np.float32) == np.inf else jnp.finfo(dtype).max
     return True if dtype.kind == "b" else jnp.iinfo(dtype).max

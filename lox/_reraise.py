@@ -1,19 +1,15 @@
 """`lox.reraise`: what a callback has raised, out of a compiled program.
 
-XLA passes on the text of an exception only, after the stack of the program's threads, in an error of JAX's own. The
-exception itself is noted where it is raised, as long as somebody listens.
+XLA passes on the text of an exception only, after the stack of the program's threads, in an error of JAX's own. By a
+number in that text the exception itself is found.
 """
 
-import collections
 import contextlib
 from collections.abc import Iterator
 
 import jax
 
 from lox import _compat, _emit
-from lox._tap import is_report_of
-
-_KEPT = 64  # by one block: callbacks that fail in a loop, and are caught inside of it, must not fill the memory
 
 
 @contextlib.contextmanager
@@ -41,13 +37,11 @@ def reraise() -> Iterator[None]:
 
     Wait for results inside of the block: JAX raises the error where that is done.
     """
-    noted: collections.deque[BaseException] = collections.deque(maxlen=_KEPT)
-    with _emit.listening(noted.append):
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as report:
-            error = next((error for error in reversed(noted) if is_report_of(error, report)), None)
-            if error is None:
-                raise
-            _compat.forget_failed_effects(type(error).__name__)
-            raise error from None
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as report:
+        error = _emit.error_behind(report)
+        if error is None:
+            raise
+        _compat.forget_failed_effects(type(error).__name__)
+        raise error from None

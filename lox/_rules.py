@@ -22,6 +22,7 @@ from lox._engine import (
     Grown,
     Handler,
     MarkSeen,
+    Retrace,
     RuleTrace,
     Run,
     Transformed,
@@ -164,8 +165,9 @@ def _loop(run: Run, step: Callable[..., list[Any]], init: list[Any], xs: list[An
         def body(carry: Any, x: Any) -> Any:
             state, c = carry
             inner = run.block(state)
-            outs = step(inner, c, x)
-            run.require_type(inner, state)
+            with _compat.given_up_by(Retrace):
+                outs = step(inner, c, x)
+                run.require_type(inner, state)
             keys.update(inner.keys)
             return (inner.state, outs[:n_carry]), (outs[n_carry:], inner.piece())
 
@@ -220,8 +222,9 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
             def body(carry: Any) -> Any:
                 state, c, pred, n = carry
                 inner = run.block(state, unbounded=True)
-                c, pred = step(inner, c, pred)
-                run.require_type(inner, state)
+                with _compat.given_up_by(Retrace):
+                    c, pred = step(inner, c, pred)
+                    run.require_type(inner, state)
                 keys.update(dict.fromkeys(inner.keys, False))
                 return inner.state, c, pred, None if n is None else n + 1
 
@@ -575,11 +578,12 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
         def body(given: Any, *xs: Any) -> Any:
             given = map_laned(enter, given)
             inner = run.block(given)
-            outs = interpret(inner, jaxpr, xs)
-            try:
-                run.require_type(inner, given)
-            except Grown as grown:
-                raise Grown(run, types_of(rejoin(map_laned(outside, grown.struct)))) from None
+            with _compat.given_up_by(Retrace):
+                outs = interpret(inner, jaxpr, xs)
+                try:
+                    run.require_type(inner, given)
+                except Grown as grown:
+                    raise Grown(run, types_of(rejoin(map_laned(outside, grown.struct)))) from None
             left = map_laned(leave, (inner.state, inner.piece()))
             box.update(keys=inner.keys, specs=map_laned(spec, left, everywhere))
             return outs, left

@@ -157,14 +157,16 @@ def every(series: Series, interval: int, seen: int | Laned) -> tuple[Series, int
         return jax.tree.map(lambda x: slice_rows(x, -seen % interval, step=interval), series), seen + series.count()
     series = series.expanded()
     happened = Laned(jnp.ones(series.count(), bool)) if series.valid is None else series.valid
-    first = Laned(jnp.asarray(seen)) if isinstance(seen, int) else seen
+    first = Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else seen
     lanes = _lanes.union(_lanes.lanes_of(happened, 1), _lanes.lanes_of(first))
     if lanes is None:
         raise _errors.MismatchError(f"{series.key!r} is logged under different vmaps, which do not fit together.")
     happened, first = _lanes.widen(happened, lanes, 1), _lanes.widen(first, lanes)
-    number = first.tree + jnp.cumsum(happened.tree, 0) - 1
+    number = first.tree + jnp.cumsum(happened.tree, 0, dtype=jnp.int32) - 1
     valid = Laned(happened.tree & (number % interval == 0), lanes.flags)
-    return dataclasses.replace(series, valid=valid), Laned(first.tree + happened.tree.sum(0), lanes.flags)
+    return dataclasses.replace(series, valid=valid), Laned(
+        first.tree + happened.tree.sum(0, dtype=jnp.int32), lanes.flags
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -391,7 +391,7 @@ class Buffer:
         """The events, in slots of which the first `count` are filled."""
         del certain
         rows = self.full()
-        slots = jnp.arange(self.capacity).reshape((-1,) + (1,) * self.count.ndim)
+        slots = jnp.arange(self.capacity, dtype=jnp.int32).reshape((-1,) + (1,) * self.count.ndim)
         filled = Laned(slots < self.count.tree, self.count.flags)
         if rows.valid is not None:
             lanes = _lanes.union(_lanes.lanes_of(filled, 1), _lanes.lanes_of(rows.valid, 1))

@@ -44,24 +44,14 @@ def _only_due(logs: logdict) -> logdict:
 
 
 class HostFunction:
-    """Calls the user's callback from the host, and keeps what it raises: XLA would pass on the text only."""
+    """Calls the user's callback from the host."""
 
     def __init__(self, callback: Callable[[Any], Any]):
         self.callback = callback
-        self.error: BaseException | None = None
 
     def __call__(self, argument: Any) -> int | None:
         """Call it."""
-        try:
-            self.callback(argument)
-        except BaseException as error:
-            self.error = error
-            raise
-
-    def pop_error(self) -> BaseException | None:
-        """What the callback has raised since the last time."""
-        error, self.error = self.error, None
-        return error
+        self.callback(argument)
 
 
 class Delivery(HostFunction):
@@ -71,11 +61,7 @@ class Delivery(HostFunction):
 
     def __call__(self, logs: logdict, token: int = 0) -> int | None:
         """Take the events of one call, on the host."""
-        try:
-            return self.take(_only_due(logs), token)
-        except BaseException as error:
-            self.error = error
-            raise
+        return self.take(_only_due(logs), token)
 
     def take(self, logs: logdict, token: int, at_once: bool = False) -> int | None:
         """Pass them on."""
@@ -167,12 +153,7 @@ class AtOnce:
 
     def __call__(self, logs: logdict, token: int = 0) -> int | None:
         """Take the events of one call, on the host."""
-        delivery = self.delivery
-        try:
-            return delivery.take(logs, token, at_once=not self.keys.isdisjoint(logs))
-        except BaseException as error:
-            delivery.error = error
-            raise
+        return self.delivery.take(logs, token, at_once=not self.keys.isdisjoint(logs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -497,12 +478,12 @@ def streaming(
             with _compat.own_transfers():
                 return out, handler.finish(run)
 
-        return run_with(deliver, lambda: _call.call(fun, handler, transform, args, kwargs, given), kind.waits)
+        return finished(lambda: _call.call(fun, handler, transform, args, kwargs, given), kind.waits)
 
     return stream
 
 
-def run_with(deliver: HostFunction, call: Callable[[], tuple[Any, Any]], wait: bool = True) -> Any:
+def finished(call: Callable[[], tuple[Any, Any]], wait: bool = True) -> Any:
     """The result of `call()`, which also returns the last token; what a callback has raised is raised as it was."""
     try:
         if not wait or _compat.is_evaluating():
@@ -513,20 +494,12 @@ def run_with(deliver: HostFunction, call: Callable[[], tuple[Any, Any]], wait: b
         if wait and not isinstance(token, _compat.Tracer):
             jax.block_until_ready(token)  # the token is there once the last callback has returned
     except Exception as raised:
-        error = deliver.pop_error()
-        if error is None or not is_report_of(error, raised):
+        error = _emit.error_behind(raised)
+        if error is None:
             raise
         _compat.forget_failed_effects(type(error).__name__)
         raise error from None
     return out
-
-
-def is_report_of(error: BaseException, raised: BaseException) -> bool:
-    """Whether what XLA has raised is what the callback has; it may also stem from an earlier call, under jit."""
-    if not isinstance(raised, jax.errors.JaxRuntimeError):
-        return raised is error
-    text = str(raised)
-    return type(error).__name__ in text and all(line.strip() in text for line in str(error).splitlines())
 
 
 class _Identity:
@@ -544,8 +517,7 @@ class _Identity:
         return hash(tuple(map(id, self.parts)))
 
 
-# One for each callback, so that a function tapped anew for every call is the same function to JAX's caches, and finds
-# what its callback has raised.
+# One for each callback, so that a function tapped anew for every call is the same function to JAX's caches.
 _host_functions: Any = weakref.WeakValueDictionary()
 
 

@@ -23,7 +23,7 @@ from lox._logdict import logdict
 from lox._primitive import bind
 from lox._select import Names, Selection
 from lox._state import typed_like
-from lox._tap import HostFunction, one_for, run_with
+from lox._tap import HostFunction, finished, one_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +192,7 @@ def watch(
 
     @functools.wraps(fun)
     def watched(*args: P.args, **kwargs: P.kwargs) -> R:
-        return run_with(deliver, lambda: _call.call(fun, handler, transform, args, kwargs))
+        return finished(lambda: _call.call(fun, handler, transform, args, kwargs))
 
     return watched
 
