@@ -14,27 +14,20 @@ from lox.loggers._run import LoggerState
 
 def _layouts_to_bytes(aux: Any) -> bytes:
     keys, layouts = aux
-    return json.dumps({"keys": list(keys), "layouts": dict(layouts)}).encode()
+    return json.dumps({"keys": keys, "layouts": {key: layout._asdict() for key, layout in layouts}}).encode()
 
 
 def _layouts_from_bytes(data: bytes) -> Any:
     found = json.loads(data)
     layouts = {
-        key: Layout(
-            bool(events),
-            tuple(map(_flags, flags)),
-            tuple(ndims),
-            tuple((name, _flags(of)) for name, of in step_flags),
-            _flags(valid_flags),
-        )
-        for key, (events, flags, ndims, step_flags, valid_flags) in found["layouts"].items()
+        key: Layout(**{name: _as_tuples(value) for name, value in layout.items()})
+        for key, layout in found["layouts"].items()
     }
     return _Keys(found["keys"]), tuple(layouts.items())
 
 
-def _flags(found: list[Any]) -> tuple[Any, ...]:
-    """A flag is a boolean, or the names of mesh axes."""
-    return tuple(tuple(flag) if isinstance(flag, list) else flag for flag in found)
+def _as_tuples(x: Any) -> Any:
+    return tuple(map(_as_tuples, x)) if isinstance(x, list) else x
 
 
 def install() -> None:
