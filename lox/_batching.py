@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.core import primitives
 from jax.interpreters import batching
 
-from lox import _compat, _masking
+from lox import _arrays, _compat, _masking
 from lox._engine import Handler, Retrace, Run, Transformed, transformed, types_of, without_unwanted
 from lox._event import Event, Meta
 from lox._primitive import bind
@@ -165,8 +165,11 @@ def _align(branches: list[list[Any]]) -> list[Any] | None:
 # --- the rules -----------------------------------------------------------------------------------
 
 
-def _vmap(axis_data: Any, fun: Any, dims: Any) -> Any:
-    """`fun` mapped over the axis that is being batched; it counts as mapped even if no argument is."""
+def _vmap(axis_data: Any, fun: Any, args: Any, dims: Any, like: Any) -> Any:
+    """`fun(*args)` mapped over the axis that is being batched; it counts as mapped even if no argument is.
+
+    `like` is an array that has the axis and its dimension: all that is mapped has to be sharded like it.
+    """
     mapped = jax.vmap(
         lambda _, *args: fun(*args),
         in_axes=(0, *dims),
@@ -175,7 +178,16 @@ def _vmap(axis_data: Any, fun: Any, dims: Any) -> Any:
         spmd_axis_name=axis_data.spmd_name,
     )
     with _compat.own_transfers():
-        return functools.partial(mapped, jnp.arange(axis_data.size))
+        lanes = _compat.zeros_along(*like)
+    return mapped(lanes, *args)
+
+
+def _depending_on(index: Any, x: Any) -> Any:
+    """`x`, such that JAX cannot know that it does not depend on the index of a branch, which is not negative."""
+    if _arrays.is_prng_key(x.dtype):
+        return lax.select(index >= 0, x, x)
+    # Not a sum, which makes 0.0 of -0.0.
+    return x | (index < 0) if x.dtype == bool else x - (index * 0).astype(x.dtype)
 
 
 def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
@@ -190,23 +202,27 @@ def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params:
             raise _Unbounded
         entries = [Transformed(Record(), branch, (), False, "") for branch in branches]
     except _Unbounded:
-        return rule((args[0], *args), (dims[0], *dims), branches=_masking.masked_branches(branches))
+        return rule((args[0], *args), (dims[0], *dims), branches=_masking.masked_branches(branches, args[0]))
     fits = _align([e.piece for e in entries]) or [lambda slots: slots] * len(entries)
     box: list[Any] = []
 
     def recorded(entry: Transformed, fit: Any) -> Any:
-        def branch(*xs: Any) -> list[Any]:
+        def branch(index: Any, *xs: Any) -> list[Any]:
             outs, _, slots = entry.unpack(_compat.jaxpr_as_fun(entry.jaxpr)(*xs))
             flat, tree = jax.tree.flatten(fit(slots))
             box.append(tree)
+            if axis_data.explicit_mesh_axis is not None:
+                # JAX forgets to shard what does not depend on the lane, and cannot select it then.
+                flat = [_depending_on(index, x) for x in flat]
             return [*outs, *flat]
 
-        return _compat.make_jaxpr(branch, types)
+        return _compat.make_jaxpr(branch, [_compat.scalar_type(jnp.int32, args[0]), *types])
 
     silent = tuple(recorded(e, fit) for e, fit in zip(entries, fits, strict=True))
-    outs, out_dims = rule(args, dims, branches=silent)
+    outs, out_dims = rule((args[0], *args), (dims[0], *dims), branches=silent)
     count = entries[0].outs
-    _vmap(axis_data, lambda *flat: replay(jax.tree.unflatten(box[0], flat)), out_dims[count:])(*outs[count:])
+    log = lambda *flat: replay(jax.tree.unflatten(box[0], flat))  # noqa: E731
+    _vmap(axis_data, log, outs[count:], out_dims[count:], (args[0], dims[0]))
     return outs[:count], out_dims[:count]
 
 
@@ -247,8 +263,9 @@ def _while_rule(
         return carry
 
     if cond_reports:  # the first evaluation
-        evaluate = _vmap(axis_data, _compat.jaxpr_as_fun(cond_jaxpr), (*dims[:cond_nconsts], *dims[n_consts:]))
-        evaluate(*cond_consts, *args[n_consts:])
+        given, given_dims = (*cond_consts, *args[n_consts:]), (*dims[:cond_nconsts], *dims[n_consts:])
+        like = next((x, d) for x, d in zip(args, dims, strict=True) if d is not None)
+        _vmap(axis_data, _compat.jaxpr_as_fun(cond_jaxpr), given, given_dims, like)
     return rule(
         (*cond_consts, *args),
         (*dims[:cond_nconsts], *dims),

@@ -765,6 +765,13 @@ def array_type(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
     return jax.core.ShapedArray(shape, dtype, sharding=sharding)
 
 
+def scalar_type(dtype: Any, like: Any) -> Any:
+    """The type of a scalar that is on the devices of a value and varies over them as that does."""
+    aval = aval_of(like)
+    sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec())
+    return aval.update(shape=(), dtype=np.dtype(dtype), weak_type=False, sharding=sharding)
+
+
 def explicit_sharding(aval: Any, lead: int = 0) -> Any:
     """How an array is sharded, as far as its type says so and without its leading axes; None if it does not."""
     sharding = getattr(aval, "sharding", None)
@@ -850,6 +857,25 @@ def gathered(x: Any, axis: int) -> Any:
     shardings = axis_shardings(x)
     sharding = shardings[axis] if shardings else None
     return x if sharding is None else shard_axes(x, {axis: AxisSharding(sharding.mesh, None)})
+
+
+def on_mesh_of(args: Any, tree: Any) -> Any:
+    """`tree`, whose arrays know the mesh that the types of some arguments tell of.
+
+    A scalar made inside jit knows no mesh, and then JAX cannot batch a loop or a branch that takes it over an axis that
+    is explicitly sharded.
+    """
+    meshes = (getattr(getattr(aval_of(x), "sharding", None), "mesh", None) for x in args)
+    explicit = (m for m in meshes if m is not None and jax.sharding.AxisType.Explicit in m.axis_types)
+    mesh = next(explicit, None)
+    if mesh is None:
+        return tree
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def on_mesh(x: Any) -> Any:
+        return jax.sharding.reshard(x, sharding) if isinstance(x, Tracer) and x.aval.sharding.mesh.empty else x
+
+    return jax.tree.map(on_mesh, tree)
 
 
 def zeros_along(x: Any, axis: int) -> Any:

@@ -81,15 +81,15 @@ def masked_call(jaxpr: Any, mask: Any, args: Any) -> list[Any]:
     return interpret(Run(Remask(), Laned(mask)), jaxpr, args)
 
 
-def masked_branches(branches: Any) -> Any:
+def masked_branches(branches: Any, index: Any) -> Any:
     """Branches that take their index too, and log only if they are the chosen one."""
-    types = _compat.in_avals(branches[0])
+    types = [_compat.scalar_type(jnp.int32, index), *_compat.in_avals(branches[0])]
 
     def masked(number: int, branch: Any) -> Any:
         def fun(index: Any, *xs: Any) -> list[Any]:
             return masked_call(branch, index == number, xs)
 
-        return _compat.make_jaxpr(fun, [_compat.array_type((), jnp.int32), *types])
+        return _compat.make_jaxpr(fun, types)
 
     return tuple(masked(number, branch) for number, branch in enumerate(branches))
 

@@ -160,6 +160,7 @@ def _loop(run: Run, step: Callable[..., list[Any]], init: list[Any], xs: list[An
     n_carry = len(init)
 
     def attempt(state: Any) -> list[Any]:
+        state = _compat.on_mesh_of([*init, *xs], state)
         keys: dict[str, bool] = {}
 
         def body(carry: Any, x: Any) -> Any:
@@ -212,6 +213,7 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
         """Loop while the condition holds, up to `limit` times. A condition that logs is carried, as `pred`."""
 
         def attempt(state: Any) -> tuple[list[Any], Any]:
+            state = _compat.on_mesh_of(args, state)
             keys: dict[str, bool] = {}
 
             def go_on(carry: Any) -> Any:
@@ -290,7 +292,7 @@ def masked_cond(
     own = _masking.own_condition(jaxpr, index)
     if own is None:
         return params, values
-    branches = _masking.masked_branches(params["branches"])
+    branches = _masking.masked_branches(params["branches"], values[0])
     return dict(params, branches=branches), [values[0], own(*args), *values[1:]]
 
 
@@ -298,6 +300,7 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
     index, *operands = args
 
     def attempt(state: Any) -> list[Any]:
+        state = _compat.on_mesh_of(args, state)
         entries = [transformed(run, branch, state) for branch in params["branches"]]
         jaxprs, first = [e.jaxpr for e in entries], entries[0]
         leaves, types = jax.tree.leaves(state), _compat.in_avals(first.jaxpr)

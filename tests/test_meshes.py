@@ -208,3 +208,116 @@ def test_a_function_that_sets_the_mesh(kind: AxisType) -> None:
         same(logs, {"x": X, "y": f32(56)})
     with pytest.raises(ValueError, match=r"can only be used outside of `jax\.jit`"):
         jax.jit(lox.spool(main))()
+
+
+# --- lanes that are sharded -----------------------------------------------------------------------
+
+
+def branch(v: Any) -> Any:
+    return lax.cond(v > 3, lambda v: (lox.log({"big": v, "one": 1}), v * 2)[1], lambda v: v, v)
+
+
+def loop(v: Any) -> Any:
+    return lax.while_loop(lambda c: c < 5, lambda c: (lox.log({"c": c}), branch(c) + 1)[1], v)
+
+
+def train(v: Any) -> Any:
+    def step(c: Any, i: Any) -> Any:
+        lox.log({"loss": c, "lr": 0.5}, step=i)
+        return branch(c) * 1.5, None
+
+    return lax.scan(step, v, jnp.arange(4))[0]
+
+
+PROGRAMS = [branch, loop, train]
+LANES = np.arange(8, dtype=np.float32)
+
+
+@each_kind
+@jitted_or_not
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_lanes_over_a_mesh(program: Any, jit: bool, kind: AxisType) -> None:
+    """As on one device, whatever becomes of the logs."""
+    mesh = mesh_of(kind)
+    f = jax.jit(jax.vmap(program)) if jit else jax.vmap(program)
+
+    def everything(x: Any) -> list[Any]:
+        results: list[Any] = [lox.nolog(f)(x), lox.watch(f)(x)]
+        for options in ({"capacity": 20}, {"reduce": "mean"}, {"interval": 2, "capacity": 20}):
+            out, logs = lox.spool(f, **options)(x)
+            lanes = [dict(logs.lane(n)) for n in (0, 5)] if "reduce" not in options else []
+            compact = logs.compact()
+            results += [out, dict(compact), dict(compact.valid), compact.steps, dict(logs.reduce("max")), *lanes]
+            texts.append(str(logs))
+        for options in ({}, {"interval": 2}, {"reduce": "sum"}):
+            received: list[Any] = []
+            results.append(lox.tap(f, received.append, **options)(x))
+            results += [dict(logs) for logs in received]
+        return jax.tree.map(np.asarray, results)
+
+    texts: list[str] = []
+    with lox.testing.capture() as events:
+        expected = everything(LANES)
+    with use(mesh), lox.testing.capture() as events_of_mesh:
+        same(everything(put(LANES, mesh)), expected)
+    assert texts[:3] == texts[3:]
+    assert len(events_of_mesh) == len(events)
+
+
+@each_kind
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_transformed_inside_lanes_over_a_mesh(program: Any, kind: AxisType) -> None:
+    if jax.__version_info__ < (0, 8) and kind == AxisType.Explicit and program is loop:
+        pytest.skip("JAX 0.7 does not scatter into explicitly sharded arrays")
+    mesh = mesh_of(kind)
+    spooled = jax.jit(jax.vmap(lox.spool(program, capacity=20)))
+    reduced = jax.jit(jax.vmap(lox.spool(program, reduce="mean")))
+    received: list[Any] = []
+    tapped = jax.jit(jax.vmap(lox.tap(program, received.append)))
+    with use(mesh):
+        x = put(LANES, mesh)
+        for f in (spooled, reduced):
+            same(dict(f(x)[1].compact()), jax.tree.map(np.asarray, dict(f(LANES)[1].compact())))
+        jax.block_until_ready(tapped(x))
+        jax.effects_barrier()
+        found, received[:] = [dict(logs) for logs in received], []
+        jax.block_until_ready(tapped(LANES))
+        jax.effects_barrier()
+        same(found, [dict(logs) for logs in received])
+
+
+class Recorder(lox.Logger):
+    def __init__(self) -> None:
+        self.values: dict[str, list[Any]] = {}
+
+    def write(self, run: Any, logs: Any) -> None:
+        for key in logs:
+            self.values.setdefault(run.name + " " + key, []).extend(np.asarray(logs[key]).tolist())
+
+
+@each_kind
+@pytest.mark.parametrize("options", [{}, {"buffer": 2}, {"reduce": "mean"}, {"interval": 2}], ids=str)
+def test_a_logger_with_seeds_over_a_mesh(kind: AxisType, options: Any) -> None:
+    mesh = mesh_of(kind)
+
+    def recorded(keys: Any, x: Any) -> Any:
+        with Recorder() as logger:
+
+            @jax.jit
+            @jax.vmap
+            def experiment(key: Any, x: Any) -> Any:
+                state = logger.init(key, config={"x": x})
+                y = logger.tap(train, state, **options)(x)
+                logger.spool(train, state, prefix="again/", reduce=options.get("reduce"))(x)
+                logger.log(state, {"final": y})
+                return y
+
+            out = experiment(keys, x)
+        return out, logger.values
+
+    keys = jax.random.split(jax.random.key(0), 8)
+    out, expected = recorded(keys, LANES)
+    with use(mesh):
+        found = recorded(put(keys, mesh), put(LANES, mesh))
+    same(found[0], np.asarray(out))
+    assert found[1] == expected
