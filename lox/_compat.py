@@ -873,7 +873,7 @@ def on_mesh_of(args: Any, tree: Any) -> Any:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def on_mesh(x: Any) -> Any:
-        return jax.sharding.reshard(x, sharding) if isinstance(x, Tracer) and x.aval.sharding.mesh.empty else x
+        return jax.sharding.reshard(x, sharding) if isinstance(x, Tracer) and aval_of(x).sharding.mesh.empty else x
 
     return jax.tree.map(on_mesh, tree)
 
@@ -884,6 +884,40 @@ def zeros_along(x: Any, axis: int) -> Any:
     shardings = axis_shardings(x)
     sharding = shardings[axis] if shardings else None
     return jnp.asarray(zeros) if sharding is None else shard_axes(jnp.asarray(zeros), {0: sharding})
+
+
+def beside(others: Any, tree: Any) -> Any:
+    """`tree`, with its arrays moved such that an operation, or a program, can take them together with others.
+
+    What is not committed to devices JAX moves by itself. If none of the others is, they go wherever JAX likes; to be
+    committed would tie them, and what comes of them, to a place.
+    """
+    leaves = jax.tree.leaves(tree)
+    if not any(_is_committed(x) for x in leaves):
+        return tree
+    place = next((x.sharding for x in others if _is_committed(x)), None)
+    with own_transfers():
+        return jax.tree.map(lambda x: _moved(x, place) if _is_committed(x) else x, tree)
+
+
+def _is_committed(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed
+
+
+def _moved(x: Any, place: Any) -> Any:
+    if place is None:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(_moved(jax.random.key_data(x), None), impl=jax.random.key_impl(x))
+        return jnp.asarray(np.asarray(x))
+    if x.sharding.device_set == place.device_set:
+        return x
+    mesh = getattr(place, "mesh", None)
+    return jax.device_put(x, place if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+
+
+def operands_of(params: dict[str, Any], args: Any) -> list[Any]:
+    """All arrays that running an equation takes: its arguments, and what its jaxprs have closed over."""
+    return [*args, *[x for jaxpr in sub_jaxprs(params) for x in split_jaxpr(jaxpr)[1]]]
 
 
 def aval_of(x: Any) -> Any:

@@ -299,6 +299,7 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
         with _compat.set_current_trace(self.parent):
             if primitive is log_p:
                 self.run.list_logs(primitive, params)
+                self._place_state(tracers)
                 self.run.take(params["meta"], tracers)
                 return []
             # If nothing outside differentiates, derivative rules are of no concern.
@@ -314,7 +315,13 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
             run, handler = self.run, self.run.handler
             run.list_logs(primitive, params)
             with _announced(run, lambda: tally_of(primitive, params, run.here(), handler.counts)):
+                self._place_state(_compat.operands_of(params, tracers))
                 return (run_compiled if evaluating else apply_rule)(run, primitive, params, tracers)
+
+    def _place_state(self, operands: Sequence[Any]) -> None:
+        """A function may run programs on several devices: what goes from one to the next must not tie them together."""
+        if self.run.state and _compat.underneath(self) is _compat.eval_trace:
+            self.run.state = _compat.beside(operands, self.run.state)
 
     # Primitives that carry Python functions. They are traced first, so that only jaxprs need rules.
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lox import _errors, _lanes
+from lox import _compat, _errors, _lanes
 from lox._arrays import missing_step, numpy_for, promote, slice_rows, zeros
 from lox._lanes import Laned, Lanes
 
@@ -109,6 +109,8 @@ def concatenate(parts: list[Series], axis: int = 0) -> Series:
     for other in parts[1:]:
         _fits(parts[0], other, lead)
     xp = numpy_for([p.values for p in parts])
+    if xp is jnp:
+        parts = [parts[0], *[_compat.beside(jax.tree.leaves(parts[0]), p) for p in parts[1:]]]
 
     def join(pieces: list[Laned]) -> Laned:
         pieces, lanes = _wide(pieces, lead, parts[0].key)
@@ -157,7 +159,7 @@ def every(series: Series, interval: int, seen: int | Laned) -> tuple[Series, int
         return jax.tree.map(lambda x: slice_rows(x, -seen % interval, step=interval), series), seen + series.count()
     series = series.expanded()
     happened = Laned(jnp.ones(series.count(), bool)) if series.valid is None else series.valid
-    first = Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else seen
+    first = Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else _compat.beside([happened.tree], seen)
     lanes = _lanes.union(_lanes.lanes_of(happened, 1), _lanes.lanes_of(first))
     if lanes is None:
         raise _errors.MismatchError(f"{series.key!r} is logged under different vmaps, which do not fit together.")

@@ -321,3 +321,77 @@ def test_a_logger_with_seeds_over_a_mesh(kind: AxisType, options: Any) -> None:
         found = recorded(put(keys, mesh), put(LANES, mesh))
     same(found[0], np.asarray(out))
     assert found[1] == expected
+
+
+# --- several devices in one function --------------------------------------------------------------
+
+
+def on(x: Any, place: Any) -> Any:
+    if place == "mesh":
+        return put(x, mesh_of(AxisType.Auto))
+    return x if place is None else jax.device_put(x, jax.devices()[place])
+
+
+@jax.jit
+def learn(x: Any) -> Any:
+    lox.log({"learn": x.mean(), "sum": x.sum()})
+    return x + 1
+
+
+@jax.jit
+def evaluate(x: Any) -> Any:
+    def step(c: Any, i: Any) -> Any:
+        lox.log({"sum": c.sum()}, step=i)
+        lox.log({"odd": c.mean()}, where=i % 2 == 1)
+        return c, None
+
+    return lax.scan(step, x, jnp.arange(3))[0]
+
+
+PLACES = [("mesh", 0), (0, 1), (1, None), (2, "mesh"), (None, None)]
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_programs_on_several_devices_in_one_function(places: Any) -> None:
+    def both(x: Any) -> Any:
+        learn(on(x, places[0]))
+        y = evaluate(on(x, places[1]))
+        lox.log({"end": y.sum()})
+        evaluate(on(x, places[0]))
+        return y
+
+    x = np.arange(4, dtype=np.float32)
+    stacked = {"learn": f32(1.5), "sum": f32([6.0] * 7), "odd": f32([1.5] * 2), "end": f32(6)}
+    plain = both(x)
+    for spooled in (lox.spool(both), lox.spool(lox.tap(both, lambda _: None)), lox.spool(lox.watch(both))):
+        out, logs = spooled(x)
+        assert (out.sharding, out.committed) == (plain.sharding, plain.committed)
+        same(logs, stacked)
+    same(lox.spool(both, reduce="sum")(x)[1], {"learn": f32(1.5), "sum": f32(42), "odd": f32(3), "end": f32(6)})
+    same(lox.spool(both, interval=3)(x)[1], {**stacked, "sum": f32([6.0] * 3), "odd": f32([1.5])})
+    loss = [{"learn": 1.5, "sum": 6.0}]
+    tested = [{"sum": 6.0}, {"sum": 6.0}, {"odd": 1.5}, {"sum": 6.0}]
+    events = [*loss, *tested, {"end": 6.0}, *tested]
+    received: list[Any] = []
+    out = lox.tap(both, received.append)(x)
+    assert (out.sharding, out.committed) == (plain.sharding, plain.committed)
+    assert [{k: float(v) for k, v in logs.items()} for logs in received] == events
+    for options in ({"buffer": 4}, {"buffer": 2, "reduce": "sum"}, {"interval": 2}, {"reduce": "sum"}):
+        received.clear()
+        lox.tap(both, received.append, **options)(x)
+        total = sum(np.sum(logs.get("sum", 0.0)) for logs in received)
+        assert total == (24 if "interval" in options else 42)
+    with Recorder() as logger:
+        state = logger.init(jax.random.key(0))
+        logger.tap(both, state)(x)
+        logger.spool(both, state, prefix="again/")(x)
+    assert logger.values["0 sum"] == logger.values["0 again/sum"] == [6.0] * 7
+
+
+def test_a_failed_value_on_the_second_device() -> None:
+    def both(x: Any) -> Any:
+        learn(on(x, 0))
+        return evaluate(on(x / 0, 1))
+
+    with pytest.raises(lox.NonFiniteError, match="'sum' is NaN"), lox.testing.capture():
+        lox.watch(both)(jnp.zeros(4))
