@@ -805,6 +805,14 @@ def abstract_sharding(mesh: Any, axes: list[Any]) -> Any:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
 
 
+def unreduced_axes(x: Any) -> list[str]:
+    """The mesh axes over which a value is still to be summed."""
+    if not isinstance(x, jax.Array):
+        return []
+    sharding = getattr(aval_of(x), "sharding", None)
+    return sorted(getattr(getattr(sharding, "spec", None), "unreduced", ()))  # since 0.7
+
+
 class AxisSharding(NamedTuple):
     """The mesh axes over which one axis of an array is explicitly sharded."""
 
@@ -852,6 +860,12 @@ def _reshard(x: Any, sharding: Any) -> Any:
     return jax.sharding.reshard(x, sharding)
 
 
+def sharded_like(x: Any, other: Any) -> Any:
+    """`x`, of the same shape as another array, with its axes explicitly sharded as those."""
+    found = {axis: sharding for axis, sharding in enumerate(axis_shardings(other)) if sharding is not None}
+    return shard_axes(x, found) if found else x
+
+
 def gathered(x: Any, axis: int) -> Any:
     """`x`, not sharded along an axis: JAX does not pick a single index of one that is."""
     shardings = axis_shardings(x)
@@ -872,8 +886,11 @@ def on_mesh_of(args: Any, tree: Any) -> Any:
         return tree
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
+    staged = isinstance(current_trace(), StagingTrace)
+
     def on_mesh(x: Any) -> Any:
-        return jax.sharding.reshard(x, sharding) if isinstance(x, Tracer) and aval_of(x).sharding.mesh.empty else x
+        knows = not (staged or isinstance(x, Tracer)) or not aval_of(x).sharding.mesh.empty
+        return x if knows else jax.sharding.reshard(x, sharding)
 
     return jax.tree.map(on_mesh, tree)
 
@@ -1254,10 +1271,26 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
 
     if isinstance(axis_context, SPMDAxisContext):
         # Inside shard_map: every device calls. If it leaves some mesh axes to the compiler, JAX has to gather first.
-        if set(axis_context.mesh.axis_names) - set(axis_context.manual_axes):
+        rest = tuple(n for n in axis_context.mesh.axis_names if n not in axis_context.manual_axes)
+        if rest:
+
+            def call(*arrays: Any) -> list[Any]:
+                jax.debug.callback(lambda *a: callback(np.int32(-1), *map(np.asarray, a)) and None, *arrays)
+                return []
+
+            def call_from_first(*arrays: Any) -> list[Any]:
+                first = sum(lax.axis_index(name) for name in rest) == 0
+                return lax.cond(first, call, lambda *arrays: [], *arrays)
 
             def emit(token: Any, *arrays: Any) -> Any:
-                jax.debug.callback(lambda *a: callback(np.int32(-1), *map(np.asarray, a)) and None, *arrays)
+                explicit = any(explicit_axes(aval_of(x)) for x in arrays)
+                if explicit and jax.__version_info__ >= (0, 11):  # before, XLA cannot lower it
+                    # JAX does not gather over axes that are in types.
+                    arrays = tuple(_whole(x) for x in arrays)
+                    specs = (jax.sharding.PartitionSpec(),) * len(arrays)
+                    jax.shard_map(call_from_first, in_specs=specs, out_specs=[], axis_names=set(rest))(*arrays)
+                else:
+                    call(*arrays)
                 return [token]
 
             return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)
@@ -1322,6 +1355,10 @@ def in_python_loop(outermost: Any) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _whole(x: Any) -> Any:
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec()) if explicit_axes(aval_of(x)) else x
 
 
 def _callback_sharding(kind: str) -> Any:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from lox import _arrays, _compat
+from lox import _arrays, _compat, _errors
 from lox._event import Event, Meta
 from lox._lanes import Laned
 from lox._logdict import Layout, logdict
@@ -44,14 +44,25 @@ def emit(deliver: Deliver, event: Event, token: Any = None, conditional: bool = 
 
     With `conditional` the event's mask is looked at on the device, and the host is called only if it happened.
     """
+    for key, leaves in event.values.items():
+        _check_reduced(key, event.site, leaves)
     operands, meta = event.replace(weight=None).to_operands()
     return _bind(deliver, OneEvent(meta), operands, token, conditional)
 
 
 def emit_block(deliver: Deliver, series: Iterable[Series], token: Any, conditional: bool = False) -> Any:
     """The same for several events of each key, which come with an event axis."""
+    series = list(series)
+    for x in series:
+        _check_reduced(x.key, str(x.site), x.values)
     leaves, treedef = jax.tree.flatten([x.expanded() for x in series])
     return _bind(deliver, Block(treedef), leaves, token, conditional)
+
+
+def _check_reduced(key: str, site: str, leaves: list[Laned]) -> None:
+    for x in leaves:
+        if axes := _compat.unreduced_axes(x.tree):
+            raise _errors.unreduced(key, site, axes)  # XLA would end the process
 
 
 def _bind(deliver: Deliver, packet: Any, operands: list[Any], token: Any, conditional: bool) -> Any:

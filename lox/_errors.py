@@ -147,6 +147,17 @@ def unbounded_loop(key: str, site: str) -> SpoolError:
     )
 
 
+def unreduced(key: str, site: str, axes: Iterable[str]) -> LogTypeError:
+    """For a value that leaves for the host while its devices hold the terms of a sum."""
+    where = f"  logged at {site}\n" if site else ""
+    return LogTypeError(
+        f"cannot send {key!r} to the host: it is unreduced over the mesh axes {listing(axes)}, "
+        f"each device has one term of its sum.\n{where}"
+        "Either add them up first:       lox.log({...: jax.reshard(x, jax.P())})\n"
+        "or return it with the others:   lox.spool(f)"
+    )
+
+
 def cannot_write(file: object, error: OSError, way_out: str) -> StoreError:
     """For what the operating system refuses to write."""
     # With one argument, so that the message is ours and not "[Errno 28] ...".

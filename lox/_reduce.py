@@ -281,7 +281,7 @@ def _over_events(reduction: Reduction, x: Laned, valid: Laned | None, axis: int,
         x, valid = _lanes.widen(x, lanes, axis + 1), _lanes.widen(valid, lanes, axis + 1)
         happened = xp.broadcast_to(_lanes.expand_to(valid, lanes.flags, x.tree.ndim, axis + 1), x.tree.shape)
     else:
-        happened = xp.ones(x.tree.shape, bool)
+        happened = _compat.sharded_like(xp.ones(x.tree.shape, bool), x.tree)
     over = _OVER.get(reduction.name) if reduction is _REDUCTIONS.get(reduction.name) else None
     empty = not x.tree.shape[axis]
     if over and empty:  # NumPy has no minimum of nothing: one slot in which nothing happened is the same

@@ -316,7 +316,8 @@ class Buffer:
                 raise _errors.MismatchError(f"{key!r} is logged under different vmaps, which do not fit together.")
             buffer, x = _lanes.widen(buffer, lanes, 1), _lanes.widen(x, lanes, 1)
             target = _arrays.cast(buffer.tree, dtype)
-            return Laned(jax.lax.dynamic_update_index_in_dim(target, x.tree[0], slot, 0), lanes.flags)
+            row = _compat.on_mesh_of([target], x.tree[0])
+            return Laned(jax.lax.dynamic_update_index_in_dim(target, row, slot, 0), lanes.flags)
 
         values = [
             put(buffer, x, dtype, 0)

@@ -180,6 +180,68 @@ def test_a_nested_shard_map_that_is_run_at_once() -> None:
     same(logs, {"row": f32([1, 5]), "x": f32([0, 1, 2, 3])})
 
 
+@each_kind
+@jitted_or_not
+def test_a_shard_map_that_is_manual_over_some_axes(kind: AxisType, jit: bool) -> None:
+    if jax.__version_info__ < (0, 11) and kind == AxisType.Explicit:
+        pytest.skip("before JAX 0.11 there are no callbacks where some axes are manual and others explicit")
+    mesh = mesh_of(kind, (2, 2), ("a", "b"))
+
+    def body(x: Any) -> Any:
+        lox.log({"x": x})
+        return x * 2
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+    f = jax.jit(f) if jit else f
+    x = np.arange(16, dtype=np.float32).reshape(4, 4)
+    halves = [x[:2].tolist(), x[2:].tolist()]
+    with use(mesh):
+        given = put(x, mesh)
+        same(lox.nolog(f)(given), x * 2)
+        out, logs = lox.spool(f)(given)
+        same(out, x * 2)
+        same(logs, {"x": x.reshape(2, 2, 4)})
+        received: list[Any] = []
+        same(lox.tap(f, received.append)(given), x * 2)
+        jax.effects_barrier()
+        assert sorted(logs["x"].tolist() for logs in received) == halves
+        with lox.testing.capture() as events:
+            same(f(given), x * 2)
+        assert sorted(logs["x"].tolist() for logs in events) == halves
+
+
+UNREDUCED = r"""cannot send .y. to the host: it is unreduced over the mesh axes .d., each device has one term .*\.
+(  logged at test_meshes\.py:\d+ \(test_unreduced_values\.f\)
+)?Either add them up first:       lox\.log\({\.\.\.: jax\.reshard\(x, jax\.P\(\)\)}\)
+or return it with the others:   lox\.spool\(f\)"""
+
+
+def test_unreduced_values() -> None:
+    if jax.__version_info__ < (0, 8):
+        pytest.skip("JAX 0.7 has no unreduced values to speak of")
+    mesh = mesh_of(AxisType.Explicit)
+
+    def doubled(x: Any) -> Any:
+        return jax.shard_map(lambda x: x * 2, in_specs=P("d"), out_specs=P(unreduced={"d"}), check_vma=False)(x)
+
+    def f(x: Any) -> Any:
+        y = doubled(x)
+        lox.log({"y": y})
+        return jax.sharding.reshard(y, P())
+
+    with use(mesh), Recorder() as logger:
+        x = put(X, mesh)
+        state = logger.init(jax.random.key(0))
+        tapped = lox.tap(jax.jit(f), lambda _: None)
+        logged = jax.jit(lambda x: logger.log(state, {"y": doubled(x)}))
+        for g in (jax.jit(f), tapped, lox.tap(jax.jit(f), lambda _: None, buffer=2), logged):
+            with pytest.raises(lox.LogTypeError, match=UNREDUCED):
+                g(x)
+        out, logs = lox.spool(jax.jit(f))(x)
+        same(out, f32([24, 32]))
+        same(jax.jit(lambda y: jax.sharding.reshard(y, P()))(logs["y"]), f32([24, 32]))
+
+
 # --- meshes as context ----------------------------------------------------------------------------
 
 

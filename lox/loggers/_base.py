@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -298,6 +299,10 @@ class Logger:
             )
 
     def _send(self, run: Any, logs: logdict) -> None:
+        for key in logs:
+            for x in jax.tree.leaves(logs[key]):
+                if axes := _compat.unreduced_axes(x):
+                    raise _errors.unreduced(key, "", axes)
         with _compat.own_transfers():
             plan, arrays = _batch.Plan.of(logs)
             _host.call(self._pipeline.target(plan), [run, *arrays])
