@@ -185,6 +185,8 @@ def test_a_nested_shard_map_that_is_run_at_once() -> None:
 def test_a_shard_map_that_is_manual_over_some_axes(kind: AxisType, jit: bool) -> None:
     if jax.__version_info__ < (0, 11) and kind == AxisType.Explicit:
         pytest.skip("before JAX 0.11 there are no callbacks where some axes are manual and others explicit")
+    if (0, 8) <= jax.__version_info__ < (0, 11):
+        pytest.skip("the XLA of JAX 0.10 aborts when a token enters a shard_map that is manual over some axes only")
     mesh = mesh_of(kind, (2, 2), ("a", "b"))
 
     def body(x: Any) -> Any:
