@@ -6,8 +6,7 @@
 import os
 
 # The CPU beside whatever else there is: `jax.debug.callback` wants one.
-_platforms = os.environ.get("LOX_TEST_PLATFORM", "cpu")
-os.environ["JAX_PLATFORMS"] = _platforms if "cpu" in _platforms else f"{_platforms},cpu"
+os.environ["JAX_PLATFORMS"] = ",".join(dict.fromkeys([os.environ.get("LOX_TEST_PLATFORM", "cpu"), "cpu"]))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # some tests start other processes on the same GPU
 # Hundreds of small programs are compiled here and each runs for microseconds: optimising them is not worth it. Of flags
 # given twice the last holds, so that the number of devices can be set from outside.

@@ -88,7 +88,8 @@ class Generator:
             kinds += ["while", "while", "custom_vmap"]
         if not inside & {"grad", "jvp"}:
             kinds += ["linear_solve", "root"]  # differentiated, their solvers run for the tangents too
-            kinds += ["composite"]  # which cannot be differentiated, and hides its effects
+        if not inside & {"grad", "jvp", "map"}:
+            kinds += ["composite"]  # which hides its effects, and can neither be differentiated nor mapped
         if inside & {"jvp"}:
             kinds.remove("custom_vjp")  # JAX has no forward mode for it
             kinds = [k for k in kinds if k != "custom_vmap"]  # nor, on some versions, the right shapes for this one
