@@ -62,10 +62,13 @@ def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
     leaves = jax.tree.leaves(laned.tree)
     axes = iter(leaves[0].shape[lead:] if leaves else ())
     sizes = tuple(next(axes, 0) if f else 0 for f in laned.flags)
-    found = _compat.axis_shardings(leaves[0])[lead:] if leaves and any(sizes) else []
-    if not any(found[: laned.ndim]):
+    shardings: list[Any] = [None] * laned.ndim
+    for leaf in leaves if any(sizes) else ():  # of the parts of a state, one may be sharded and another not yet
+        found = _compat.axis_shardings(leaf)[lead:]
+        shardings = [a or b for a, b in zip(shardings, found, strict=False)] if found else shardings
+    if not any(shardings):
         return Lanes(laned.flags, sizes)
-    rest = iter(found)
+    rest = iter(shardings)
     return Lanes(laned.flags, sizes, tuple(next(rest) if f else None for f in laned.flags))
 
 

@@ -142,7 +142,11 @@ def unroll(series: Series, reverse: bool) -> Series:
     def flat(x: Any) -> Any:
         if reverse:
             x = jnp.flip(x, 0)
-        return x if series.single else x.reshape((x.shape[0] * x.shape[1], *x.shape[2:]))
+        if series.single:
+            return x
+        if x.shape[0] == 0 and x.shape[1]:
+            return x[:, 0]  # JAX does not know how to reshape nothing if it is sharded
+        return x.reshape((x.shape[0] * x.shape[1], *x.shape[2:]))
 
     return dataclasses.replace(jax.tree.map(flat, series), single=False)
 

@@ -142,7 +142,8 @@ class Fold:
             new = update(*args)
             if happened is not None:
                 new = _choose(_lanes.widen(happened, lanes), new, args[0])
-            states.append(Laned(jax.tree.map(_same_type, new, args[0]), lanes.flags))
+            new = Laned(jax.tree.map(_same_type, new, args[0]), lanes.flags)
+            states.append(_lanes.widen(new, lanes))  # what does not depend on the value has lost its sharding
         steps = _take_steps(key, self.steps, event, happened)
         return dataclasses.replace(old, states=states, count=_counted(key, self.count, event.mask), steps=steps)
 
@@ -216,10 +217,9 @@ class Fold:
         """The result, as a series of a single event."""
         values, taken = [], self._taken()
         for state in self.states:
-            finish, args = self.reduction.finish, [state]
-            if self.reduction.counted:
-                lanes = _union(self.key, state, taken)
-                args = [_lanes.widen(x, lanes) for x in (state, taken)]
+            finish, args = self.reduction.finish, [state, taken] if self.reduction.counted else [state]
+            lanes = _union(self.key, *args)
+            args = [_lanes.widen(x, lanes) for x in args]
             for _ in range(args[0].ndim):
                 finish = jax.vmap(finish)
             values.append(Laned(finish(*[x.tree for x in args]), args[0].flags))
