@@ -192,10 +192,59 @@ def test_a_key_that_changes(tmp_path):
     assert logs["x"].dtype == np.float32
     assert logs["x"].tolist() == [1, 2, 3, 4, 5]  # in order, though from four files
     assert logs.step["x"].tolist() == [-1, -1, 5, -1, -1]
-    with pytest.raises(lox.MismatchError, match=r"'y' is logged with different shape") as error:
-        lox.load(tmp_path)
-    assert "argnames" in error.value.__notes__[0]
+    with pytest.warns(lox.LoxWarning) as warned:
+        logs = lox.load(tmp_path)
+    assert str(warned[0].message) == (
+        "the events of 'y' do not fit into one array, and are kept apart: 3 in 'y@1', 1 in 'y@2'. Log them under keys "
+        'of their own, for instance with `with lox.scope("eval"):` around one of them.'
+    )
+    assert list(logs) == ["x", "y@1", "y@2", "late"]
+    same(logs["y@1"], f32([[1], [2], [3]]))
+    same(logs["y@2"], f32([[1, 2]]))
     assert len(list(tmp_path.glob("*/*.arrows"))) == 5
+
+
+def test_events_that_do_not_fit_together_are_kept_apart(tmp_path):
+    values = [f32(1), {"a": f32(2)}, f32([1, 2]), f32(3), jax.random.key(1), f32([[1, 2]]), {"a": f32([4, 5])}]
+    with Writer(tmp_path) as writer:
+        for number in range(2):
+            run = writer.open_run(f"run {number}")
+            for n, value in enumerate(values):
+                logs = {"y": value if not isinstance(value, jax.Array) else _key_data(value), "y@scalar": f32(0)}
+                writer.append(run, lox.logdict(logs, steps={"step": {"y": n}}))
+        alone = writer.open_run("alone")
+        writer.append(alone, {"y": f32([7, 8, 9])})
+    expected = {
+        "y@scalar'": [0, 3],
+        "y@scalar": [-1] * 7,
+        "y@scalar''": [1],
+        "y@2": [2],
+        "y@scalar'''": [4],
+        "y@1x2": [5],
+        "y@2'": [6],
+    }
+    with pytest.warns(lox.LoxWarning, match="the events of 'y' do not fit into one array"):
+        everything = dict(lox.load(tmp_path).items())
+    assert list(everything) == ["run 0", "run 1", "alone"]
+    for name in ("run 0", "run 1"):
+        logs = everything[name]
+        assert {k: logs.step[k].tolist() if k in logs.step else [-1] * 7 for k in logs} == expected
+        same(logs["y@scalar'"], f32([1, 3]))
+        same(logs["y@1x2"], f32([[[1, 2]]]))
+        assert jax.dtypes.issubdtype(logs["y@scalar'''"].dtype, jax.dtypes.prng_key)
+    same(everything["alone"], {"y": f32([[7, 8, 9]])})
+    with pytest.warns(lox.LoxWarning, match="the events of 'y' do not fit into one array"):
+        logs = lox.load(tmp_path, argnames="y").stack()
+    assert list(logs) == ["y@scalar", "y@scalar'", "y@2", "y@scalar''", "y@1x2", "y@2'", "y@3"]
+    same(logs["y@scalar"][:2], f32([[1, 3], [1, 3]]))
+    assert logs.valid["y@3"].tolist() == [[False], [False], [True]]
+    same(logs["y@3"][2], f32([[7, 8, 9]]))
+
+
+def _key_data(key):
+    from lox.store._keys import KeyData, impl_name
+
+    return KeyData(np.asarray(jax.random.key_data(key)), impl_name(key))
 
 
 # --- logs of transformations ---
@@ -781,9 +830,8 @@ def test_poll_of_events_that_do_not_fit_together(tmp_path):
         run = writer.open_run("a")
         writer.append(run, {"x": f32(1), "y": f32(2)})
         writer.append(run, {"x": f32([1, 2])})
-    with pytest.raises(lox.MismatchError, match="'x' is logged with different shape"):
-        reader.poll()
-    same(reader.poll(argnames="y")["a"], {"y": f32([2])})
+    with pytest.warns(lox.LoxWarning, match="the events of 'x' do not fit into one array"):
+        same(reader.poll()["a"], {"x@scalar": f32([1]), "x@2": f32([[1, 2]]), "y": f32([2])})
     assert reader.poll() == {}
 
 

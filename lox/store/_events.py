@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lox import _arrays, _errors, _series
+from lox import _arrays, _errors, _lanes, _series, _sites
 from lox._lanes import Laned
 from lox._logdict import logdict
 from lox._series import Series, Site
@@ -140,27 +140,81 @@ def in_order(chunks: list[Chunk]) -> Chunk:
 
 
 def join(chunks: list[Chunk]) -> Chunk:
-    """Events after events. Error for a key whose events do not fit together."""
+    """Events after events, which fit together."""
     if len(chunks) == 1:
         return chunks[0]
-    if len({chunk.impls for chunk in chunks}) > 1:
-        raise _errors.MismatchError(f"{chunks[0].series.key!r} was logged as PRNG keys and as something else.")
-    try:
-        series = _series.concatenate([chunk.series for chunk in chunks])
-    except _errors.MismatchError as error:
-        key = chunks[0].series.key
-        error.add_note(f"Load the other keys with `argnames`, or one file with any Arrow reader, to see {key!r}.")
-        raise
+    series = _series.concatenate([chunk.series for chunk in chunks])
     walls = [chunk.wall for chunk in chunks]
     wall = None if any(w is None for w in walls) else np.concatenate(walls)  # type: ignore[arg-type]
     return Chunk(wall, series, chunks[0].impls)
 
 
-def to_logdict(chunks: dict[str, Chunk]) -> logdict:
+def apart(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Events of one key, those together that fit into one array."""
+    kinds: list[list[Chunk]] = []
+    for chunk in chunks:
+        for kind in kinds:
+            if all(_fit(chunk, other) for other in kind):
+                kind.append(chunk)
+                break
+        else:
+            kinds.append([chunk])
+    return kinds
+
+
+def _fit(a: Chunk, b: Chunk) -> bool:
+    x, y = a.series, b.series
+    if a.impls != b.impls or x.treedef != y.treedef:
+        return False
+    if any(v.item_shape(1) != w.item_shape(1) for v, w in zip(x.values, y.values, strict=True)):
+        return False
+    pairs = [*zip(x.values, y.values, strict=True), (x.valid, y.valid)]
+    pairs += [(x.steps[name], y.steps[name]) for name in x.steps if name in y.steps]
+    return all(_lanes.union(*[_lanes.lanes_of(z, 1) for z in p if z is not None]) is not None for p in pairs)
+
+
+def by_name(found: dict[str, list[Any]], chunks_of: Callable[[Any], Chunk] = lambda x: x) -> dict[str, list[Any]]:
+    """What was found of each key, under keys of their own where it does not fit together."""
+    named: dict[str, list[Any]] = {}
+    for key, items in found.items():
+        kinds = apart([chunks_of(item) for item in items])
+        if len(kinds) == 1:
+            named[key] = items
+            continue
+        kind_of = {id(chunk): n for n, kind in enumerate(kinds) for chunk in kind}
+        parts: list[list[Any]] = [[] for _ in kinds]
+        for item in items:
+            parts[kind_of[id(chunks_of(item))]].append(item)
+        names = []
+        for kind, part in zip(kinds, parts, strict=True):
+            name = f"{key}@{_shape(kind)}"
+            while name in named or name in found:
+                name += "'"
+            names.append(name)
+            named[name] = part
+        counts = [sum(chunk.series.count() for chunk in kind) for kind in kinds]
+        listed = ", ".join(f"{n} in {name!r}" for n, name in zip(counts, names, strict=True))
+        _sites.warn(
+            f"the events of {key!r} do not fit into one array, and are kept apart: {listed}. Log them under keys of "
+            'their own, for instance with `with lox.scope("eval"):` around one of them.'
+        )
+    return named
+
+
+def _shape(kind: list[Chunk]) -> str:
+    """Lanes and shape of these events, for their name."""
+    shapes = []
+    for impl, *leaves in zip(kind[0].impls, *[chunk.series.values for chunk in kind], strict=True):
+        shape = max((x.tree.shape[1:] for x in leaves), key=len)
+        shapes.append(shape if impl is None else shape[:-1])
+    return ",".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
+
+
+def to_logdict(chunks: dict[str, list[Chunk]]) -> logdict:
     """Logs of one run; every key has an event axis."""
     logs = logdict()
-    for chunk in chunks.values():
-        logs._set_series(_typed(chunk))
+    for key, of in by_name(chunks).items():
+        logs._set_series(dataclasses.replace(_typed(join(of)), key=key))
     return logs
 
 
@@ -183,14 +237,18 @@ def _wrap(words: Array, impl: str, key: str) -> Any:
         ) from error
 
 
-def stack(runs: list[dict[str, Chunk]]) -> logdict:
+def stack(runs: list[dict[str, list[Chunk]]]) -> logdict:
     """Logs of many runs with a lane axis in front; where one has fewer events, `valid` says so."""
-    logs = logdict()
+    found: dict[str, list[tuple[int, Chunk]]] = {}
     for key in dict.fromkeys(key for run in runs for key in run):
-        present = [run.get(key) for run in runs]
-        counts = np.asarray([0 if chunk is None else chunk.series.count() for chunk in present])
-        whole = join([chunk for chunk in present if chunk is not None])
-        logs._set_series(_typed(_folded(whole, counts)), outer=1)
+        found[key] = [(n, chunk) for n, run in enumerate(runs) for chunk in run.get(key, [])]
+    logs = logdict()
+    for key, parts in by_name(found, lambda part: part[1]).items():
+        counts = np.zeros(len(runs), int)
+        for n, chunk in parts:
+            counts[n] += chunk.series.count()
+        folded = _folded(join([chunk for _, chunk in parts]), counts)
+        logs._set_series(dataclasses.replace(_typed(folded), key=key), outer=1)
     return logs
 
 

@@ -30,12 +30,13 @@ def load(path: str | os.PathLike[str], key: Any = None, argnames: str | Iterable
     Returns:
         A `logdict` of NumPy arrays in which every key has an event axis. Without `key`, and if the directory has
         several runs: a mapping from their names to such logdicts, which are loaded when they are asked for; its
-        `stack()` makes one logdict with a lane axis of them.
+        `stack()` makes one logdict with a lane axis of them. Events of a key that do not fit into one array, as of one
+        line under a `vmap` of 4 and one of 6, are kept apart as `"h@4"` and `"h@6"`, with a warning; `argnames="h"`
+        selects them all.
 
     Raises:
         RunNotFoundError: There is no such directory or run.
         StoreError: The directory cannot be read.
-        MismatchError: The events of a key do not fit into one array.
     """
     argnames = None if argnames is None else _select.names("argnames", argnames)
     select = selector(argnames)

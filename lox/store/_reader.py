@@ -155,11 +155,8 @@ class Reader:
         """What is new since the last poll: for each run with new events, these.
 
         The first poll returns everything. Events of one key come in order, unless its shape, dtype or steps change
-        between two polls: then some that were logged before the last poll may come with the next one.
-
-        Raises:
-            MismatchError: The new events of a key do not fit into one array. Nothing is lost: poll again with other
-                `argnames`.
+        between two polls: then some that were logged before the last poll may come with the next one. New events of a
+        key that do not fit into one array are kept apart, as by `lox.load`.
         """
         self.refresh()
         select = selector(argnames)
@@ -179,11 +176,11 @@ class Reader:
             polled.update(ends)
         logs = {}
         for name in self._catalog.records:
-            happened = {key: _events.join(c) for key, c in found.get(name, {}).items()}
-            happened = {key: chunk for key, chunk in happened.items() if chunk.series.count()}
+            happened = {key: [c for c in of if c.series.count()] for key, of in found.get(name, {}).items()}
+            happened = {key: of for key, of in happened.items() if of}
             if happened:
                 logs[name] = _events.to_logdict(happened)
-        self._polled.update(polled)  # not before: after an error one may poll again for other keys
+        self._polled.update(polled)  # not before: after an error one may poll again
         return logs
 
     # --- for load ---
@@ -201,9 +198,9 @@ class Reader:
         for entry in self._catalog.records[name].entries:
             group = self._catalog.groups[entry.group]
             _merge(chunks, _events.of_run(group, entry.number, select))
-        return _events.to_logdict({key: _events.join(of) for key, of in chunks.items()})
+        return _events.to_logdict(chunks)
 
-    def _chunks_of_all(self, names: list[str], select: Select) -> dict[str, dict[str, Chunk]]:
+    def _chunks_of_all(self, names: list[str], select: Select) -> dict[str, Chunks]:
         records = [self._catalog.records[name] for name in names]
         chunks: dict[str, dict[str, list[Chunk]]] = {name: {} for name in names}
         pieces: dict[tuple[str, int], Chunks] = {}
@@ -217,7 +214,7 @@ class Reader:
         for record in records:
             for entry in record.entries:
                 _merge(chunks[record.name], pieces.get((entry.group, entry.number), {}))
-        return {name: {key: _events.join(of) for key, of in c.items()} for name, c in chunks.items()}
+        return chunks
 
     def _no_run(self, name: str) -> _errors.RunNotFoundError:
         records = self._catalog.records
@@ -283,7 +280,7 @@ def _info(record: Record) -> Run:
 
 def _merge(into: dict[str, list[Chunk]], chunks: Chunks) -> None:
     for key, of in sorted(chunks.items(), key=lambda item: item[1][0].order):
-        into.setdefault(key, []).append(_events.in_order(of))
+        into.setdefault(key, []).extend(_events.in_order(kind) for kind in _events.apart(of))
 
 
 def selector(argnames: str | Iterable[str] | None) -> Select:
