@@ -56,6 +56,10 @@ class Handler:
         """Take one event: change `run.state`, or add to `run.pieces`."""
         raise NotImplementedError
 
+    def check(self, run: "Run", piece: Any) -> None:
+        """Error if this cannot be gathered with what was collected before."""
+        del run, piece
+
     def gather(self, pieces: list[Any]) -> Any:
         """One piece that stands for several, in order."""
         del pieces
@@ -169,6 +173,7 @@ class Run:
         self.pieces: list[Any] = []
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers of each key at the outermost level
+        self.models: dict[str, Any] = {}  # what the first events of each key were like, that others must fit
         self.inside = path
         self.logged: Logged | None = None  # all there is, selected or not, if somebody wants to know
         self.has_rules = False  # of differentiation, which may log too
@@ -202,13 +207,18 @@ class Run:
         """Everything collected so far."""
         return self.handler.gather(self.pieces)
 
+    def collect(self, piece: Any) -> None:
+        """Add to what was collected."""
+        self.handler.check(self, piece)
+        self.pieces.append(piece)
+
     def absorb(self, state: Any, piece: Any, keys: dict[str, bool]) -> None:
         """Take over what a block inside has left."""
         if _inside.may_fail and _compat.is_evaluating():
             jax.block_until_ready((state, piece))
         self.state = state
         if jax.tree.leaves(piece):
-            self.pieces.append(piece)
+            self.collect(piece)
         for key, certain in keys.items():
             self.note(key, certain)
 

@@ -56,6 +56,10 @@ class Lanes(NamedTuple):
     sizes: tuple[int, ...]
     shardings: tuple[Any, ...] = ()  # nothing if none is
 
+    def present(self) -> tuple[int, ...]:
+        """The sizes of the axes that are there."""
+        return tuple(size for flag, size in zip(self.flags, self.sizes, strict=True) if flag)
+
 
 def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
     """The lanes of an array, sizes read off its shape."""
@@ -76,7 +80,7 @@ def union(*lanes: Lanes) -> Lanes | None:
     """Lanes wide enough for all; None where sizes or nesting depths cannot be reconciled."""
     depth = max((len(x.flags) for x in lanes), default=0)
     present = [x for x in lanes if x.flags]
-    if len({len(x.flags) for x in present}) > 1 and len({_sizes(x) for x in present}) == 1:
+    if len({len(x.flags) for x in present}) > 1 and len({x.present() for x in present}) == 1:
         # JAX sometimes batches twice or passes by an axis on which nothing depends: that changes nothing.
         return next(x for x in present if len(x.flags) == depth)
     flags: list[Any] = [False] * depth
@@ -93,10 +97,6 @@ def union(*lanes: Lanes) -> Lanes | None:
             if x.shardings:
                 shardings[i] = shardings[i] or x.shardings[i]
     return Lanes(tuple(flags), tuple(sizes), tuple(shardings) if any(shardings) else ())
-
-
-def _sizes(lanes: Lanes) -> tuple[int, ...]:
-    return tuple(size for flag, size in zip(lanes.flags, lanes.sizes, strict=True) if flag)
 
 
 def widen(laned: Laned, lanes: Lanes, lead: int = 0) -> Laned:

@@ -70,17 +70,24 @@ class Series:
         return dataclasses.replace(jax.tree.map(lambda x: numpy_for(x).expand_dims(x, axis), self), single=False)
 
 
-def _fits(first: Series, other: Series, lead: int) -> None:
+def check_fit(first: Series, other: Series, lead: int | None = None) -> None:
+    """Error if the events of one key do not fit together; before the lanes are `lead` axes, if that is given."""
+    leads = (first.lead, other.lead) if lead is None else (lead, lead)
+    sites = str(first.site), str(other.site)
     if first.treedef != other.treedef:
-        raise _errors.mismatch(first.key, "structure", _tree(first), str(first.site), _tree(other), str(other.site))
-    for a, b in zip(first.values, other.values, strict=True):
-        a_shape, b_shape = a.item_shape(lead), b.item_shape(lead)
-        lanes = _lanes.union(_lanes.lanes_of(a, lead), _lanes.lanes_of(b, lead))
-        if a_shape != b_shape or lanes is None:
-            shapes = (a_shape, b_shape) if a_shape != b_shape else (a.tree.shape[lead:], b.tree.shape[lead:])
-            raise _errors.mismatch(
-                first.key, "shape", f"shape {shapes[0]}", str(first.site), f"shape {shapes[1]}", str(other.site)
-            )
+        raise _errors.mismatch(first.key, "structure", _tree(first), sites[0], _tree(other), sites[1])
+    pairs = list(zip(first.values, other.values, strict=True))
+    for a, b in pairs:
+        shapes = a.item_shape(leads[0]), b.item_shape(leads[1])
+        if shapes[0] != shapes[1]:
+            raise _errors.mismatch(first.key, "shape", f"shape {shapes[0]}", sites[0], f"shape {shapes[1]}", sites[1])
+    pairs += [(first.steps[name], other.steps[name]) for name in first.steps if name in other.steps]
+    if first.valid is not None and other.valid is not None:
+        pairs.append((first.valid, other.valid))
+    for a, b in pairs:
+        lanes = _lanes.lanes_of(a, leads[0]), _lanes.lanes_of(b, leads[1])
+        if _lanes.union(*lanes) is None:
+            raise _errors.different_lanes(first.key, lanes[0].present(), sites[0], lanes[1].present(), sites[1])
 
 
 def _tree(series: Series) -> str:
@@ -107,7 +114,7 @@ def concatenate(parts: list[Series], axis: int = 0) -> Series:
     lead = axis + 1
     parts = [p.expanded(axis) for p in parts]
     for other in parts[1:]:
-        _fits(parts[0], other, lead)
+        check_fit(parts[0], other, lead)
     xp = numpy_for([p.values for p in parts])
     if xp is jnp:
         parts = [parts[0], *[_compat.beside(jax.tree.leaves(parts[0]), p) for p in parts[1:]]]
@@ -166,7 +173,13 @@ def every(series: Series, interval: int, seen: int | Laned) -> tuple[Series, int
     first = Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else _compat.beside([happened.tree], seen)
     lanes = _lanes.union(_lanes.lanes_of(happened, 1), _lanes.lanes_of(first))
     if lanes is None:
-        raise _errors.MismatchError(f"{series.key!r} is logged under different vmaps, which do not fit together.")
+        raise _errors.different_lanes(
+            series.key,
+            _lanes.lanes_of(first).present(),
+            "an earlier line",
+            _lanes.lanes_of(happened, 1).present(),
+            str(series.site),
+        )
     happened, first = _lanes.widen(happened, lanes, 1), _lanes.widen(first, lanes)
     number = first.tree + jnp.cumsum(happened.tree, 0, dtype=jnp.int32) - 1
     valid = Laned(happened.tree & (number % interval == 0), lanes.flags)
@@ -193,14 +206,14 @@ def common_shape(branches: list[Series | None]) -> Shape:
     present = [b for b in branches if b is not None]
     model = present[0]
     for other in present[1:]:
-        _fits(_with_lead(model), _with_lead(other), 1)
+        check_fit(model, other)
     counts = {b.count() for b in present}
     single = all(b.single for b in present)
     masked = len(present) < len(branches) or len(counts) > 1 or any(b.valid is not None for b in present)
 
     def joint(parts: list[tuple[Laned, int]]) -> tuple[Any, Lanes]:
         lanes = _lanes.union(*[_lanes.lanes_of(x, lead) for x, lead in parts])
-        assert lanes is not None  # checked by _fits
+        assert lanes is not None  # checked by check_fit
         return promote(*[x.tree.dtype for x, _ in parts]), lanes
 
     values = []
@@ -214,13 +227,6 @@ def common_shape(branches: list[Series | None]) -> Shape:
     masks = [(b.valid, b.lead) for b in present if b.valid is not None]
     valid = joint(masks)[1] if masks else Lanes((), ())
     return Shape(model, max(counts), single and not masked, masked, values, steps, valid if masked else None)
-
-
-def _with_lead(series: Series) -> Series:
-    if not series.single:
-        return series
-    expand = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)  # noqa: E731
-    return dataclasses.replace(jax.tree.map(expand, series), single=False)
 
 
 def conform(series: Series | None, shape: Shape) -> Series:

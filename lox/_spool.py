@@ -69,6 +69,7 @@ class Collect(Handler):
                 held = held.buffer(key, event) if reduction is None else None
             if held is not None:
                 self._check_same_reduction(held, reduction, key, event)
+                held.check_lanes(event)
                 held = held.take(event)
             elif reduction is not None:
                 self._check_not_stacked(run, key, reduction, event)
@@ -80,7 +81,7 @@ class Collect(Handler):
                 run.state = {**run.state, key: held}
             else:
                 series = event.series(key)
-                run.pieces.append({key: series.expanded() if run.in_python_loop() else series})
+                run.collect({key: series.expanded() if run.in_python_loop() else series})
             run.note(key, event.mask is None)
 
     def _capacity(self, key: str, site: str) -> int:
@@ -132,9 +133,11 @@ class Collect(Handler):
             if isinstance(held, Fold):
                 run.state = {**run.state, key: held}
             elif tally.exact and isinstance(note.seen, int):
+                self.check(run, {key: held.full()})
                 note.kept.append(held.full())
                 note.seen += int(tally.count)
             else:
+                self.check(run, {key: held.rows})
                 note.kept.append(held.finish(certain=False))
                 note.seen = held.seen
 
@@ -148,6 +151,15 @@ class Collect(Handler):
             note.kept.append(kept)
             run.pieces = [stacked] if stacked else []
         return note
+
+    def check(self, run: Run, piece: dict[str, Series]) -> None:
+        """Now and not at the end: the result of a long computation must not be lost for its logs."""
+        for key, series in piece.items():
+            model = run.models.get(key)
+            if model is not None:
+                _series.check_fit(model, series)
+            if model is None or not any(x.ndim for x in model.values):
+                run.models[key] = series
 
     def gather(self, pieces: list[dict[str, Series]]) -> dict[str, Series]:
         """Key by key."""

@@ -49,6 +49,16 @@ def _union(key: str, *laned: Laned | None) -> Lanes:
     return lanes
 
 
+def _check_lanes(key: str, held: list[tuple[Laned, int]], site: str, event: Event) -> None:
+    """Error if an event does not fit the lanes of what is held, each with so many axes before them."""
+    mine = _lanes.union(*[_lanes.lanes_of(x, lead) for x, lead in held])
+    every = [*event.values[key], *event.steps.values(), *[x for x in (event.mask, event.weight) if x is not None]]
+    other = _lanes.union(*map(_lanes.lanes_of, every))
+    assert mine is not None and other is not None  # each is of one piece
+    if _lanes.union(mine, other) is None:
+        raise _errors.different_lanes(key, mine.present(), site, other.present(), event.site)
+
+
 def _check_items(key: str, treedef: Any, items: tuple[Item, ...], site: str, event: Event) -> tuple[Item, ...]:
     """The items of state and event together: same structure and shapes, the dtypes promoted."""
     if event.treedefs[key] != treedef:
@@ -117,6 +127,11 @@ class Fold:
         states = [Laned(_reduce.initial(reduction, *item)) for item in items]
         count = Laned(jnp.zeros((), jnp.int32))
         return cls(states, count, {}, reduction, event.treedefs[key], items, key, Site(event.site), interval)
+
+    def check_lanes(self, event: Event) -> None:
+        """Error if an event has other lanes."""
+        held = [(x, 0) for x in [*self.states, self.count, *self.steps.values()]]
+        _check_lanes(self.key, held, str(self.site), event)
 
     def take(self, event: Event) -> "Fold":
         """One event more."""
@@ -278,6 +293,12 @@ class Buffer:
         rows = Series(values, {}, None, event.treedefs[key], False, key, Site(event.site))
         zero = Laned(jnp.zeros((), jnp.int32))
         return cls(rows, zero, zero, capacity, items, interval)
+
+    def check_lanes(self, event: Event) -> None:
+        """Error if an event has other lanes."""
+        rows = self.rows
+        held = [(x, 1) for x in [*rows.values, *rows.steps.values(), *([] if rows.valid is None else [rows.valid])]]
+        _check_lanes(rows.key, [*held, (self.seen, 0)], str(rows.site), event)
 
     def take(self, event: Event) -> "Buffer":
         """One event more."""

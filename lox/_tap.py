@@ -8,7 +8,7 @@ import operator
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -22,7 +22,7 @@ from lox._lanes import Laned
 from lox._logdict import joined, logdict
 from lox._primitive import bind
 from lox._select import Names, Selection
-from lox._series import Series, Site
+from lox._series import Series, Site, check_fit
 from lox._sink import show
 from lox._spool import Collect
 from lox._state import Buffer, Fold, Room, Tick
@@ -99,6 +99,27 @@ class Pending:
         return any(self.counts[key] + n > size for key, n in logs.event_counts().items())
 
 
+def _that_fit(events: list[logdict]) -> Iterator[list[logdict]]:
+    """The events in order, in as few parts as possible: of each key, those of one part fit into one array."""
+    part: list[logdict] = []
+    models: dict[str, Series] = {}
+    for logs in events:
+        series = {key: logs._to_series(key) for key in logs}
+        try:
+            for key in logs:
+                if key in models:
+                    check_fit(models[key], series[key])
+        except _errors.MismatchError:
+            yield part
+            part, models = [], {}
+        part.append(logs)
+        for key, new in series.items():
+            if key not in models or not any(x.ndim for x in models[key].values):
+                models[key] = new
+    if part:
+        yield part
+
+
 class BufferedDelivery(Delivery):
     """Calls the user's callback once for several events: up to `size` of each key.
 
@@ -138,8 +159,14 @@ class BufferedDelivery(Delivery):
 
     def _send(self, pending: Pending, *more: logdict) -> None:
         events = [*pending.events, *[logs for logs in more if logs and _FLUSH not in logs]]
-        if events:
-            self.callback(joined(events))
+        if not events:
+            return
+        try:
+            whole = [joined(events)]
+        except _errors.MismatchError:
+            whole = [joined(part) for part in _that_fit(events)]
+        for logs in whole:
+            self.callback(logs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -432,7 +459,8 @@ def tap(
         reduce: Combine the events of each key while the program runs, and call once when the function ends; with
             `buffer`, combine those of each call.
         buffer: Call once for up to that many events: the keys then have an event axis. What is left over comes when
-            the function ends.
+            the function ends. Events of a key that do not fit into one array come in calls of their own, unless they
+            are of one iteration of a loop: then they are an error.
 
     Returns:
         A function with the signature and result of `fun`.

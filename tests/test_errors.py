@@ -183,12 +183,47 @@ def test_mismatch_between_lanes():
         log(jnp.zeros(2))
         log(jnp.zeros(3))
 
-    with pytest.raises(lox.MismatchError, match=r"^'x' is logged with different shape:\n") as info:
-        lox.spool(f)()
-    assert f"  shape (2,) at test_errors.py:{f.__code__.co_firstlineno + 1} " in str(info.value)
-    for options in ({"reduce": "mean"}, {"reduce": "sum"}):
-        with pytest.raises(lox.MismatchError, match=r"^'x' is logged"):
+        later.append(1)
+
+    later: list[int] = []
+    line = f"test_errors.py:{f.__code__.co_firstlineno + 1} (test_mismatch_between_lanes.f.<lambda>)"
+    for options in ({}, {"reduce": "mean"}, {"reduce": "sum"}, {"interval": 2}, {"capacity": 3}):
+        with pytest.raises(lox.MismatchError) as info:
             lox.spool(f, **options)()
+        assert str(info.value) == (
+            "'x' is logged under different vmaps, whose lanes do not fit together:\n"
+            f"  2 lanes, and then 3 lanes, at {line}\n"
+            'Either keep them apart:      `with lox.scope("eval"):` around one of them\n'
+            "or stream them one by one:   lox.tap(f, callback)\n"
+            "or leave the key out:        `argnames` with the other keys"
+        )
+        assert not later  # at once, and not when all has been computed
+        with pytest.raises(lox.MismatchError, match="2 lanes, and then 3 lanes"):
+            lox.spool(jax.jit(f), **options)()
+        later.clear()
+
+
+def test_mismatch_between_lanes_of_two_lines():
+    def f(n):
+        def step(carry, _):
+            jax.vmap(jax.vmap(lambda x: lox.log({"x": x})["x"]))(jnp.zeros((2, 3)))
+            jax.vmap(lambda x: lox.log({"x": x})["x"])(jnp.zeros(2))
+            return carry, None
+
+        return jax.lax.scan(step, 0, None, n)[0]
+
+    first = f.__code__.co_firstlineno + 2
+    for transform in (
+        lox.spool,
+        lambda f: lox.spool(f, reduce="max"),
+        lambda f: lox.spool(f, interval=2),
+        lambda f: lox.tap(f, buffer=10),
+        lambda f: lox.tap(f, buffer=10, reduce="max"),
+    ):
+        with pytest.raises(lox.MismatchError) as info:
+            transform(lambda: f(4))()
+        assert f"  2 × 3 lanes at test_errors.py:{first} " in str(info.value)
+        assert f"  2 lanes at test_errors.py:{first + 1} " in str(info.value)
 
 
 def test_mismatch_with_reduce():

@@ -1,5 +1,6 @@
 """Every event once, with its primal value, under every transformation and inside every primitive."""
 
+import contextlib
 import functools
 import subprocess
 import sys
@@ -810,3 +811,83 @@ def test_checkpoint_policies_that_offload() -> None:
         np.testing.assert_allclose(jax.jit(f)(0.5), expected, rtol=1e-6)
         jax.effects_barrier()
     np.testing.assert_allclose([x["v"] for x in events], values, rtol=1e-6)
+
+
+# --- one model, trained and evaluated under vmaps of different size ---
+
+
+def hidden(w: Any, x: Any) -> Any:
+    lox.log({"h": w * x})
+    return w * x
+
+
+def trained_and_evaluated(w: Any, scoped: bool = False) -> Any:
+    """As with Equinox: the model is a function of one example, mapped over a batch of 4, and over 6 to evaluate it."""
+
+    def loss(w: Any) -> Any:
+        return (jax.vmap(lambda x: hidden(w, x))(jnp.arange(4.0)) ** 2).mean()
+
+    def step(w: Any, i: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(w)
+        lox.log({"loss": value}, step=i)
+        return w - 0.125 * gradient, None
+
+    w, _ = lax.scan(step, w, jnp.arange(2))
+    scope = lox.scope("eval") if scoped else contextlib.nullcontext()
+    with scope:
+        return jax.vmap(lambda x: hidden(w, x))(jnp.arange(6.0)).mean()
+
+
+def unrolled_in_environments(w: Any, scoped: bool = False) -> Any:
+    """As with Brax: environments are stepped together inside a loop, more of them to evaluate the policy."""
+
+    def unroll(count: int, length: int) -> Any:
+        def step(state: Any, _: Any) -> Any:
+            return jax.vmap(lambda s: s + hidden(w, s))(state), None
+
+        return lax.scan(step, jnp.arange(count, dtype=jnp.float32), None, length)[0]
+
+    train = unroll(4, 3)
+    scope = lox.scope("eval") if scoped else contextlib.nullcontext()
+    with scope:
+        return train.sum() + unroll(6, 2).sum()
+
+
+@pytest.mark.parametrize("f", [trained_and_evaluated, unrolled_in_environments])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_one_key_under_two_vmaps(f: Any, jit: bool, tmp_path: Any) -> None:
+    plain = jax.jit(f) if jit else f
+    scoped = functools.partial(f, scoped=True)
+    scoped = jax.jit(scoped) if jit else scoped
+    for options in ({}, {"reduce": "mean"}, {"interval": 2}, {"capacity": 9}):
+        with pytest.raises(
+            lox.MismatchError, match=r"'h' is logged under different vmaps[^\n]*\n  4 lanes, and then 6"
+        ):
+            lox.spool(plain, **options)(1.0)
+        logs = lox.spool(scoped, **options)(1.0)[1]
+        assert logs["h"].shape[-1] == 4 and logs["eval/h"].shape[-1] == 6
+    events: list[Any] = []
+    lox.tap(plain, events.append, argnames="h")(1.0)
+    sizes = [len(e["h"]) for e in events]
+    assert sizes == sorted(sizes) and set(sizes) == {4, 6}
+    blocks: list[Any] = []
+    lox.tap(plain, blocks.append, argnames="h", buffer=100)(1.0)
+    assert [x.tolist() for b in blocks for x in b["h"]] == [e["h"].tolist() for e in events]
+    for options in ({}, {"buffer": 3}):
+        path = tmp_path / str(options)
+        with lox.SaveLogger(path) as logger:
+            logger.tap(plain, logger.init(jax.random.key(0)), **options)(1.0)
+        with pytest.warns(lox.LoxWarning, match="the events of 'h' do not fit into one array"):
+            logs = lox.load(path, jax.random.key(0))
+        assert logs["h@4"].tolist() == [e["h"].tolist() for e in events if len(e["h"]) == 4]
+        assert logs["h@6"].tolist() == [e["h"].tolist() for e in events if len(e["h"]) == 6]
+
+
+def test_one_key_under_one_vmap_called_again() -> None:
+    def f(n: int) -> None:
+        for i in range(n):
+            jax.vmap(lambda x, i=i: hidden(i, x))(jnp.arange(3.0))
+        lox.log({"h": 7.0})  # the same in all lanes
+
+    assert lox.spool(f)(2)[1]["h"].tolist() == [[0.0, 0.0, 0.0], [0.0, 1.0, 2.0], [7.0, 7.0, 7.0]]
+    assert lox.spool(f, reduce="max")(2)[1]["h"].tolist() == [7.0, 7.0, 7.0]
