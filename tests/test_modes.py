@@ -400,6 +400,7 @@ def test_no_tracing_the_second_time() -> None:
     for name in ("spool", "reduce", "interval", "nolog"):  # JAX takes every call of a program with effects for tracing
         f = EVERY[name](jax.jit(nested))
         expected = f(ONE)
+        str(expected)  # which compacts them
         with jax.no_tracing():
             same(f(ONE), expected)
 
