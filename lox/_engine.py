@@ -296,6 +296,14 @@ def _announced(run: Run, find: Callable[[], dict[str, Tally]]) -> Iterator[None]
 _EVALUATED = frozenset(["remat2", "checkpoint", "remat_opt", "custom_vmap_call"])
 
 
+# What tracing raises where Python asks for a value.
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 class LogTrace(_compat.Trace):  # type: ignore[misc]
     """Hands logs to a run and everything else to the trace around."""
 
@@ -386,8 +394,12 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
         return self._staged("process_custom_transpose", primitive, (call,), tracers, **params)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
-        if _compat.underneath(self) is not _compat.eval_trace:
+        try:
             return self._staged("process_shard_map", primitive, (fun,), tracers, **params)
+        except _NEEDS_VALUES:
+            if _compat.underneath(self) is not _compat.eval_trace:
+                raise
+        # The body wants to see values: then it is run as JAX runs it, one operation after the other on all devices.
         return run_on_shards(self.parent, self, primitive, fun, tracers, params)
 
     def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:

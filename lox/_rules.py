@@ -263,7 +263,12 @@ def _same_while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any
         kept = [x for x, u in zip(args[:count], used, strict=True) if u]
         changed[f"{name}_jaxpr"], changed[f"{name}_nconsts"] = jaxpr, len(kept)
         consts, args = [*consts, *kept], args[count:]
-    return primitive.bind(*consts, *args, **dict(params, **changed))
+    if _compat.out_avals(changed["cond_jaxpr"])[0].shape:  # batched, which only the primitive can be
+        return primitive.bind(*consts, *args, **dict(params, **changed))
+    test, step = (_compat.jaxpr_as_fun(changed[f"{name}_jaxpr"]) for name in ("cond", "body"))
+    count = changed["cond_nconsts"]
+    # Through the front door, where JAX sees what no longer changes from one iteration to the next.
+    return lax.while_loop(lambda c: test(*consts[:count], *c)[0], lambda c: step(*consts[count:], *c), list(args))
 
 
 def _where(lanes: Any, new: list[Any], old: list[Any]) -> list[Any]:

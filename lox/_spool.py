@@ -200,8 +200,8 @@ class Collect(Handler):
             if note is not None:  # a key that was thinned out so far, and is now met in a loop of unknown length
                 every_event = dataclasses.replace(Buffer.from_struct(target), interval=1)
                 buffer = every_event.take_series(_series.concatenate(note.kept))
-                buffer = dataclasses.replace(buffer, interval=target.interval, seen=_as_laned(note.seen))
-                state[key] = buffer.conform(target)
+                # Not of the type of `target`, which need not have the steps of these.
+                state[key] = dataclasses.replace(buffer, interval=target.interval, seen=_as_laned(note.seen))
                 if key in stacked:
                     state[key] = state[key].take_series(stacked.pop(key))
             elif held is None and key in stacked:

@@ -114,7 +114,8 @@ class Generator:
         if kind == "cond" and pick.random() < 0.3:
             bodies = (bodies[0], bodies[0])
         numbers = (pick.randint(0, 3), pick.randint(0, 1), pick.randint(1, 2))
-        return Statement(kind, numbers, bodies)
+        keys = (f"{prefix}test",) if kind == "while" else ()  # for a condition that logs
+        return Statement(kind, numbers, bodies, keys)
 
 
 # --- running them with JAX -----------------------------------------------------------------------
@@ -219,7 +220,7 @@ class JaxRunner:
         def test(carry: Any) -> Any:
             j, y = carry
             if s.numbers[1] and self.logs:
-                lox.log({_loop_key(s): y}, step=j)
+                lox.log({s.keys[0]: y}, step=j)
             return j < limit
 
         return lax.while_loop(test, lambda c: (c[0] + 1, self.body(s)(c[1], c[0])), (jnp.int32(0), x))[1]
@@ -296,20 +297,6 @@ class JaxRunner:
         return wrap(fun(x + jnp.arange(DEVICES, dtype=x.dtype), i).sum())
 
 
-def _loop_key(s: Statement) -> str:
-    return _prefix_of(s.bodies) + "test"
-
-
-def _prefix_of(bodies: tuple[Block, ...]) -> str:
-    for block in bodies:
-        for s in block:
-            if s.keys:
-                return s.keys[0][: s.keys[0].rfind("/") + 1]
-            if found := _prefix_of(s.bodies):
-                return found
-    return ""
-
-
 def _value(key: str, x: Any, xp: Any) -> Any:
     kind = key.rsplit("/", 1)[-1]
     if kind == "int":
@@ -380,7 +367,7 @@ class PlainRunner:
         limit, j = int(x % 4), 0
         while True:
             if s.numbers[1]:
-                self.events.append(Event(_loop_key(s), np.float32(x), {"step": j}, self.lanes))
+                self.events.append(Event(s.keys[0], np.float32(x), {"step": j}, self.lanes))
             if j >= limit:
                 return x
             x, j = self.block(s.bodies[0], x, j), j + 1

@@ -1189,3 +1189,21 @@ def test_the_spread_around_a_large_mean(how, mean):
 @pytest.mark.parametrize("how", ["var", "std"])
 def test_the_spread_of_what_is_not_finite(how, xs):
     same(lox.spool(scanned, reduce=how)(f32(xs))[1], {"x": f32(np.nan)})
+
+
+def test_an_interval_keeps_the_steps_of_events_before_a_while_loop_that_has_none():
+    def f(x):
+        def count(x, i):
+            lox.log({"x": x}, step=i)
+            return x + 1, None
+
+        def halve(x):
+            lox.log({"x": x})
+            return x // 2
+
+        return jax.lax.while_loop(lambda x: x > 1, halve, jax.lax.scan(count, x, jnp.arange(4))[0])
+
+    for wrap in (lambda f: f, jax.jit):
+        logs = wrap(lox.spool(f, interval=2, capacity=10))(4)[1].compact()
+        same(logs, {"x": i32([4, 6, 8, 2])})
+        same(logs.step, {"x": i32([0, 2, -1, -1])})
