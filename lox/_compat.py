@@ -1373,8 +1373,21 @@ def _callback_sharding(kind: str) -> Any:
     return sharding
 
 
+def _standing_alone(ctx: Any, operands: Any) -> Any:
+    """The operands of a host call, not to be fused with it.
+
+    XLA for GPUs makes one kernel of a slice and the call that takes it, and then aborts the process over the token that
+    keeps calls in order (JAX 0.11).
+    """
+    if set(ctx.module_context.platforms) == {"cpu"}:
+        return operands
+    fence = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True)
+    return fence(ctx.replace(avals_out=ctx.avals_in, tokens_in=mlir.TokenSet()), *operands)
+
+
 def _call_in_order(ctx: Any, callback: Any, operands: Any, kind: str | None = None) -> Any:
     """A host call that takes part in the order of others if its effects say so; with several devices, of a kind."""
+    operands = _standing_alone(ctx, operands)
     in_order = order_effect in ctx.tokens_in.effects() and kind != "MANUAL"  # every device has an order of its own
     order = order_effect if in_order else None
     results, token, _ = mlir.emit_python_callback(

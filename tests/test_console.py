@@ -304,7 +304,7 @@ def test_a_terminal_is_left_as_it_was(tmp_path, mode):
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     last = plain[plain.rfind("╭─ run 42") :]
     assert ("60/60" in last) == (mode == "plain")
-    assert last.count("╰") == 1 and last.rstrip().endswith("╯")
+    assert last.count("╰") == 1 and "│" not in last[last.rfind("╯") :]  # a GPU's runtime may say something at the end
 
 
 # --- progress bars ---

@@ -393,7 +393,7 @@ def test_a_logger_with_seeds_over_a_mesh(kind: AxisType, options: Any) -> None:
 def on(x: Any, place: Any) -> Any:
     if place == "mesh":
         return put(x, mesh_of(AxisType.Auto))
-    return x if place is None else jax.device_put(x, jax.devices()[place])
+    return x if place is None else jax.device_put(x, devices(place + 1)[place])
 
 
 @jax.jit

@@ -285,10 +285,13 @@ class Logger:
                 f"`{what}` got the states of {' × '.join(map(str, np.shape(state.run)))} runs: it takes one. "
                 f"For one run per lane, map over the state: `jax.vmap(lambda state, ...: logger.{what}(...))`."
             )
-        if not isinstance(state.run, _compat.Tracer) and int(state.run) not in self._pipeline.runs:
-            raise self._pipeline.unknown(int(state.run))
-        if not isinstance(state.run, _compat.Tracer) and int(state.run) in self._pipeline.ended:
-            raise self._pipeline.over(int(state.run))
+        if not isinstance(state.run, _compat.Tracer):
+            with _compat.own_transfers():
+                number = int(state.run)
+            if number not in self._pipeline.runs:
+                raise self._pipeline.unknown(number)
+            if number in self._pipeline.ended:
+                raise self._pipeline.over(number)
         return jnp.asarray(state.run, jnp.int32)
 
     def _require_state(self, state: Any, what: str) -> None:
