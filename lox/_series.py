@@ -121,7 +121,10 @@ def concatenate(parts: list[Series], axis: int = 0) -> Series:
 
     def join(pieces: list[Laned]) -> Laned:
         pieces, lanes = _wide(pieces, lead, parts[0].key)
-        return Laned(xp.concatenate([p.tree for p in pieces], axis), lanes.flags)
+        arrays = [p.tree for p in pieces]
+        if xp is jnp:
+            arrays = _compat.on_mesh_of(arrays, arrays)
+        return Laned(xp.concatenate(arrays, axis), lanes.flags)
 
     steps: dict[str, Laned] = {}
     for name in dict.fromkeys(n for p in parts for n in p.steps):

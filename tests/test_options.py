@@ -1143,6 +1143,8 @@ SMALL_FLOATS = [
 @pytest.mark.parametrize("dtype", SMALL_FLOATS)
 @pytest.mark.parametrize("how", ["min", "max"])
 def test_extremes_of_small_floats(how, dtype):
+    if dtype == "float4_e2m1fn" and jax.default_backend() != "cpu":
+        pytest.skip("XLA has no loops over numbers of half a byte for GPUs")
     dtype = jnp.dtype(dtype)
     fun, largest = getattr(np, how), float(jnp.finfo(dtype).max)
     smallest = (

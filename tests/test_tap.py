@@ -163,6 +163,7 @@ def test_an_exception_under_an_outer_jit_keeps_its_message() -> None:
     with pytest.raises(Exception, match="no room for"):
         jax.block_until_ready(jax.jit(lox.tap(scanned, raising))(X))
         jax.effects_barrier()
+    lox._compat.forget_failed_effects("no room for")  # on a GPU, JAX tells everyone who waits
     assert float(lox.spool(scanned)(X)[0]) == 8.0
 
 
