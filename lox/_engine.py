@@ -460,8 +460,11 @@ def run_on_shards(parent: Any, around: LogTrace, primitive: Any, fun: Any, trace
         with _compat.take_current_trace() as shards, _compat.set_current_trace(ShardTrace(shards, around)):
             return fun(*args)
 
+    fun = _compat.wrap_rule(fun, on_shards)
+    if isinstance(parent, LogTrace):
+        return run_on_shards(parent.parent, parent, primitive, fun, tracers, params)
     with _compat.set_current_trace(parent):
-        return parent.process_shard_map(primitive, _compat.wrap_rule(fun, on_shards), tracers, **params)
+        return parent.process_shard_map(primitive, fun, tracers, **params)
 
 
 def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -503,6 +503,7 @@ def _settling(name: str) -> Any:
             self._settle()
         return method(self, *args, **kwargs)
 
+    del settling.__wrapped__  # the doctests of Python 3.12 look for its source
     return settling
 
 
