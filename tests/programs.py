@@ -194,7 +194,7 @@ class JaxRunner:
     def do_move(self, s: Statement, x: Any, i: Any) -> Any:
         """What follows runs on another device, unless it is part of one program."""
         if not isinstance(x, jax.core.Tracer):
-            x = jax.device_put(x, jax.devices()[s.numbers[0]])
+            x = jax.device_put(x, jax.devices()[s.numbers[0] % len(jax.devices())])
         return self.do_jit(s, x, i) if s.numbers[1] else self.do_call(s, x, i)
 
     def do_call(self, s: Statement, x: Any, i: Any) -> Any:

@@ -324,6 +324,7 @@ def check_buffer(s: Subject) -> None:
 def check_mesh(s: Subject) -> None:
     """Lanes sharded over a mesh of 1 to 8 devices, whose axis is explicit or automatic."""
     count, explicit, around = MESHES[s.choice % len(MESHES)]
+    count = min(count, len(jax.devices()))
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((count,), ("lanes",), axis_types=(kind,), devices=jax.devices()[:count])
     numbers = np.asarray(s.x) + np.arange(max(count, 2), dtype=np.float32)
