@@ -827,6 +827,14 @@ def explicit_over(mesh: Any, names: Any) -> AxisSharding | None:
     return AxisSharding(mesh, told[0] if len(told) == 1 else told) if told else None
 
 
+def vmap_names(axis_data: Any) -> tuple[Any, Any]:
+    """`axis_name` and `spmd_axis_name` of the vmap that calls a batching rule; None for what was not given."""
+    spmd = axis_data.spmd_name
+    if isinstance(spmd, tuple) and len(spmd) == 1:  # JAX makes a tuple of every name
+        (spmd,) = spmd
+    return None if axis_data.name is _core.no_axis_name else axis_data.name, spmd
+
+
 def axis_shardings(x: Any) -> list[AxisSharding | None]:
     """How each axis of an array is sharded, as far as its type tells; an empty list if it tells nothing."""
     if not isinstance(x, jax.Array | jax.core.ShapedArray):

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 
 from lox import _arrays, _compat, _errors
 from lox._event import Event, Meta
-from lox._lanes import Laned
+from lox._lanes import Laned, unnamed
 from lox._logdict import Layout, logdict
 from lox._series import Series
 
@@ -187,7 +187,8 @@ class EventReader:
         steps = meta.steps
         first_step = sum(t.num_leaves for t in meta.treedefs)
         self.step_index = {name: first_step + n for n, name in enumerate(steps)}
-        mask_flags = meta.flags[-1] if meta.masked else ()
+        flags = tuple(map(unnamed, meta.flags))
+        mask_flags = flags[-1] if meta.masked else ()
         self.lane_mask = any(mask_flags)
         self.slices: list[tuple[str, Any, slice]] = []
         self.layouts: dict[str, Layout] = {}
@@ -197,9 +198,9 @@ class EventReader:
             self.slices.append((key, treedef, slice(start, stop)))
             self.layouts[key] = Layout(
                 False,
-                meta.flags[start:stop],
+                flags[start:stop],
                 tuple(ndims[start:stop]),
-                tuple((name, meta.flags[n]) for name, n in sorted(self.step_index.items())),
+                tuple((name, flags[n]) for name, n in sorted(self.step_index.items())),
                 mask_flags if self.lane_mask else (),
                 one_event=True,
             )

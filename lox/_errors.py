@@ -205,18 +205,14 @@ def runs_later(fun: Any, what: str) -> LogTypeError:
     )
 
 
-def different_lanes(
-    key: str, first: tuple[int, ...], first_site: str, second: tuple[int, ...], second_site: str
-) -> Any:
-    """For a key logged under two vmaps of different size; `first` and `second` are the sizes."""
-    texts = [f"{' × '.join(map(str, sizes))} lanes" if sizes else "no lanes" for sizes in (first, second)]
-    where = [f"  {text} at {site}\n" for text, site in zip(texts, (first_site, second_site), strict=True)]
-    if first_site == second_site:
-        where = [f"  {texts[0]}, and then {texts[1]}, at {first_site}\n"]
+def different_lanes(key: str, first: object, first_site: str, second: object, second_site: str) -> MismatchError:
+    """For a key logged under two vmaps, of different size or name; `first` and `second` are the lanes."""
+    where = f"  {first} at {first_site}\n  {second} at {second_site}\n"
+    if str(first_site) == str(second_site):
+        where = f"  {first}, and then {second}, at {first_site}\n"
     return MismatchError(
-        f"{key!r} is logged under different vmaps, whose lanes do not fit together:\n"
-        + "".join(where)
-        + 'Either keep them apart:      `with lox.scope("eval"):` around one of them\n'
+        f"{key!r} is logged under different vmaps, whose lanes do not fit together:\n{where}"
+        'Either keep them apart:      `with lox.scope("eval"):` around one of them\n'
         "or stream them one by one:   lox.tap(f, callback)\n"
         "or leave the key out:        `argnames` with the other keys"
     )

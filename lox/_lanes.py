@@ -5,6 +5,7 @@ one entry for every vmap around the log, outermost first, and says whether the a
 flags `(True, False)` has the shape `(outer, *item)`. Inside shard_map the devices count as one more, outermost lane.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,44 @@ import jax.numpy as jnp
 
 from lox import _compat
 
-# A flag is a bool, or for the devices of a shard_map the names of the mesh axes over which the array varies.
-Flags = tuple[bool | tuple[str, ...], ...]
+
+@dataclasses.dataclass(frozen=True)
+class Vmap:
+    """The flag of a vmap that has a name, which tells it from others of the same size."""
+
+    axis_name: Any
+    spmd_axis_name: Any
+
+    def __str__(self) -> str:
+        names = {"axis_name": self.axis_name, "spmd_axis_name": self.spmd_axis_name}
+        return ", ".join(f"{what}={name!r}" for what, name in names.items() if name is not None)
+
+
+# A flag is a bool, the name of a vmap, or for the devices of a shard_map the names of the mesh axes over which the
+# array varies.
+Flag = bool | Vmap | tuple[str, ...]
+Flags = tuple[Flag, ...]
+
+
+def flag_of(axis_data: Any) -> bool | Vmap:
+    """The flag of what is mapped by this vmap."""
+    names = _compat.vmap_names(axis_data)
+    return Vmap(*names) if any(name is not None for name in names) else True
+
+
+def unnamed(flags: Flags) -> Flags:
+    """Flags as logs have them: the structure of logs does not depend on names."""
+    return tuple(True if isinstance(f, Vmap) else f for f in flags)
+
+
+def _joined(a: Flag, b: Flag) -> Flag | None:
+    """One flag for two axes of one size; None if they are known to be of different vmaps."""
+    if not (isinstance(a, Vmap) and isinstance(b, Vmap)):
+        return a if isinstance(a, Vmap) and b is True else b
+    pairs = [(a.axis_name, b.axis_name), (a.spmd_axis_name, b.spmd_axis_name)]
+    if any(x is not None and y is not None and x != y for x, y in pairs):
+        return None
+    return Vmap(*[y if x is None else x for x, y in pairs])
 
 
 @jax.tree_util.register_pytree_node_class
@@ -60,6 +97,11 @@ class Lanes(NamedTuple):
         """The sizes of the axes that are there."""
         return tuple(size for flag, size in zip(self.flags, self.sizes, strict=True) if flag)
 
+    def __str__(self) -> str:
+        sizes, names = self.present(), [str(flag) for flag in self.flags if isinstance(flag, Vmap)]
+        text = f"{' × '.join(map(str, sizes))} lanes" if sizes else "no lanes"
+        return f"{text} ({'; '.join(names)})" if names else text
+
 
 def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
     """The lanes of an array, sizes read off its shape."""
@@ -77,12 +119,13 @@ def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
 
 
 def union(*lanes: Lanes) -> Lanes | None:
-    """Lanes wide enough for all; None where sizes or nesting depths cannot be reconciled."""
+    """Lanes wide enough for all; None where sizes, names or nesting depths cannot be reconciled."""
     depth = max((len(x.flags) for x in lanes), default=0)
     present = [x for x in lanes if x.flags]
     if len({len(x.flags) for x in present}) > 1 and len({x.present() for x in present}) == 1:
         # JAX sometimes batches twice or passes by an axis on which nothing depends: that changes nothing.
-        return next(x for x in present if len(x.flags) == depth)
+        bare = [Lanes(tuple(f for f in x.flags if f), x.present()) for x in present]
+        return None if union(*bare) is None else next(x for x in present if len(x.flags) == depth)
     flags: list[Any] = [False] * depth
     sizes = [0] * depth
     shardings: list[Any] = [None] * depth
@@ -90,8 +133,10 @@ def union(*lanes: Lanes) -> Lanes | None:
         if x.flags and len(x.flags) != depth:
             return None
         for i, (flag, size) in enumerate(zip(x.flags, x.sizes, strict=True)):
-            if flag and flags[i] and sizes[i] != size:
-                return None
+            if flag and flags[i]:
+                flag = _joined(flags[i], flag)
+                if flag is None or sizes[i] != size:
+                    return None
             if flag or not flags[i]:
                 flags[i], sizes[i] = flag or flags[i], size or sizes[i]
             if x.shardings:
@@ -101,21 +146,20 @@ def union(*lanes: Lanes) -> Lanes | None:
 
 def widen(laned: Laned, lanes: Lanes, lead: int = 0) -> Laned:
     """The same arrays repeated along the lanes they lack, and sharded along lanes that are."""
-    if laned.flags == lanes.flags or (
-        len(laned.flags) != len(lanes.flags) and laned.ndim == sum(map(bool, lanes.flags))
-    ):
+    have, wanted = [[*map(bool, flags)] for flags in (laned.flags, lanes.flags)]
+    if have == wanted or (len(have) != len(wanted) and sum(have) == sum(wanted)):
         return _sharded(Laned(laned.tree, lanes.flags), lanes, lead)
-    have = laned.flags or (False,) * len(lanes.flags)
+    have = have or [False] * len(wanted)
 
     def widen_array(x: Any) -> Any:
         index: list[Any] = [slice(None)] * lead
         shape = list(x.shape[:lead])
         axes = iter(x.shape[lead:])
-        for has, wanted, size in zip(have, lanes.flags, lanes.sizes, strict=True):
+        for has, wants, size in zip(have, wanted, lanes.sizes, strict=True):
             if has:
                 index.append(slice(None))
                 shape.append(next(axes))
-            elif wanted:
+            elif wants:
                 index.append(None)
                 shape.append(size)
         return jnp.broadcast_to(x[tuple(index)], (*shape, *axes))

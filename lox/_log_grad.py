@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 
 from lox import _compat, _errors, _select
 from lox._event import Event
-from lox._lanes import Flags, Laned
+from lox._lanes import Flags, Laned, flag_of
 from lox._primitive import as_step, bind
 from lox._reduce import resolve
 from lox._sites import call_site
@@ -51,14 +51,15 @@ log_grad_p.def_impl(lambda *operands, event: list(event.of(operands)))
 mlir.register_lowering(log_grad_p, lambda ctx, *operands, event: list(event.of(operands)))
 
 
-def _batch(operands: Any, dims: Any, *, event: Label) -> Any:
+def _batch(axis_data: Any, operands: Any, dims: Any, *, event: Label) -> Any:
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-    flags = tuple((d is not None, *f) for d, f in zip(dims, event.flags, strict=True))
+    lane = flag_of(axis_data)
+    flags = tuple((d is not None and lane, *f) for d, f in zip(dims, event.flags, strict=True))
     outs = log_grad_p.bind(*moved, event=dataclasses.replace(event, flags=flags))
     return outs, [None if d is None else 0 for d in event.of(dims)]
 
 
-batching.primitive_batchers[log_grad_p] = _batch
+batching.fancy_primitive_batchers[log_grad_p] = _batch
 
 
 def _jvp(primals: Any, tangents: Any, *, event: Label) -> Any:

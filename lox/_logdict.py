@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from lox import _arrays, _compat, _errors, _format, _frame, _html, _lanes, _reduce, _series, _sites
-from lox._lanes import Flags, Laned
+from lox._lanes import Flags, Laned, unnamed
 from lox._series import Series, Site
 
 
@@ -324,10 +324,10 @@ class logdict(dict[str, Any]):
             self.valid[key] = series.valid.tree
         self._layouts[key] = Layout(
             not series.single,
-            tuple(x.flags for x in series.values),
+            tuple(unnamed(x.flags) for x in series.values),
             tuple(np.ndim(x.tree) - outer for x in series.values),
-            tuple((name, x.flags) for name, x in sorted(series.steps.items())),
-            series.valid.flags if series.valid is not None else (),
+            tuple((name, unnamed(x.flags)) for name, x in sorted(series.steps.items())),
+            unnamed(series.valid.flags) if series.valid is not None else (),
         )
 
     @classmethod

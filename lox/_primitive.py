@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from lox import _compat, _emit, _errors, _hidden, _reduce, _select, _sink
 from lox._event import Event, Meta
-from lox._lanes import Laned
+from lox._lanes import Laned, flag_of
 from lox._logdict import logdict
 from lox._sites import call_site
 
@@ -66,9 +66,9 @@ mlir.register_lowering(log_p, _lower, cacheable=False)
 
 
 def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:
-    del axis_data
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-    flags = tuple((d is not None, *f) for d, f in zip(dims, meta.flags, strict=True))
+    lane = flag_of(axis_data)
+    flags = tuple((d is not None and lane, *f) for d, f in zip(dims, meta.flags, strict=True))
     log_p.bind(*moved, meta=dataclasses.replace(meta, flags=flags))
     return [], []
 

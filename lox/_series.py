@@ -87,7 +87,23 @@ def check_fit(first: Series, other: Series, lead: int | None = None) -> None:
     for a, b in pairs:
         lanes = _lanes.lanes_of(a, leads[0]), _lanes.lanes_of(b, leads[1])
         if _lanes.union(*lanes) is None:
-            raise _errors.different_lanes(first.key, lanes[0].present(), sites[0], lanes[1].present(), sites[1])
+            raise _errors.different_lanes(first.key, lanes[0], sites[0], lanes[1], sites[1])
+
+
+def check_fit_all(models: dict[Any, Series], series: Series, lead: int | None = None) -> None:
+    """Error if events do not fit those before, of which `models` has one for every kind of lanes."""
+    for model in models.values():
+        check_fit(model, series, lead)
+    # One that has no lanes, or of which nobody knows the name, fits others that do not fit each other.
+    models.setdefault(tuple(_flags(series)), series)
+
+
+def _flags(series: Series) -> list[_lanes.Flags]:
+    return [x.flags for x in jax.tree.leaves(series, is_leaf=lambda x: isinstance(x, Laned))]
+
+
+def _lanes_known(series: Series) -> int:
+    return sum(bool(f) + isinstance(f, _lanes.Vmap) for flags in _flags(series) for f in flags)
 
 
 def _tree(series: Series) -> str:
@@ -113,8 +129,9 @@ def concatenate(parts: list[Series], axis: int = 0) -> Series:
         return parts[0]
     lead = axis + 1
     parts = [p.expanded(axis) for p in parts]
-    for other in parts[1:]:
-        check_fit(parts[0], other, lead)
+    models: dict[Any, Series] = {}
+    for part in parts:
+        check_fit_all(models, part, lead)
     xp = numpy_for([p.values for p in parts])
     if xp is jnp:
         parts = [parts[0], *[_compat.beside(jax.tree.leaves(parts[0]), p) for p in parts[1:]]]
@@ -139,7 +156,8 @@ def concatenate(parts: list[Series], axis: int = 0) -> Series:
         outer = next(p.valid for p in parts if p.valid is not None).tree.shape[:axis]
         valid = join([p.valid or Laned(xp.ones((*outer, p.count(axis)), bool)) for p in parts])
     values = [join(list(pieces)) for pieces in zip(*[p.values for p in parts], strict=True)]
-    return dataclasses.replace(parts[0], values=values, steps=steps, valid=valid)
+    site = max(parts, key=_lanes_known).site  # the line to name if others have other lanes
+    return dataclasses.replace(parts[0], values=values, steps=steps, valid=valid, site=site)
 
 
 def _no_step(xp: Any, shape: tuple[int, ...], dtype: Any) -> Laned:
@@ -178,9 +196,9 @@ def every(series: Series, interval: int, seen: int | Laned) -> tuple[Series, int
     if lanes is None:
         raise _errors.different_lanes(
             series.key,
-            _lanes.lanes_of(first).present(),
+            _lanes.lanes_of(first),
             "an earlier line",
-            _lanes.lanes_of(happened, 1).present(),
+            _lanes.lanes_of(happened, 1),
             str(series.site),
         )
     happened, first = _lanes.widen(happened, lanes, 1), _lanes.widen(first, lanes)
@@ -207,9 +225,9 @@ class Shape:
 def common_shape(branches: list[Series | None]) -> Shape:
     """The shape that fits what every branch logs under one key; None is a branch that does not log it."""
     present = [b for b in branches if b is not None]
-    model = present[0]
-    for other in present[1:]:
-        check_fit(model, other)
+    model, models = present[0], {}
+    for series in present:
+        check_fit_all(models, series)
     counts = {b.count() for b in present}
     single = all(b.single for b in present)
     masked = len(present) < len(branches) or len(counts) > 1 or any(b.valid is not None for b in present)

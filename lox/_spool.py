@@ -69,8 +69,7 @@ class Collect(Handler):
                 held = held.buffer(key, event) if reduction is None else None
             if held is not None:
                 self._check_same_reduction(held, reduction, key, event)
-                held.check_lanes(event)
-                held = held.take(event)
+                held = held.fitting(event).take(event)
             elif reduction is not None:
                 self._check_not_stacked(run, key, reduction, event)
                 held = Fold.empty(reduction, key, event, self.interval or 1).take(event)
@@ -155,11 +154,7 @@ class Collect(Handler):
     def check(self, run: Run, piece: dict[str, Series]) -> None:
         """Now and not at the end: the result of a long computation must not be lost for its logs."""
         for key, series in piece.items():
-            model = run.models.get(key)
-            if model is not None:
-                _series.check_fit(model, series)
-            if model is None or not any(x.ndim for x in model.values):
-                run.models[key] = series
+            _series.check_fit_all(run.models.setdefault(key, {}), series)
 
     def gather(self, pieces: list[dict[str, Series]]) -> dict[str, Series]:
         """Key by key."""
@@ -199,7 +194,9 @@ class Collect(Handler):
             note = run.notes.pop(key, None) if held is None else None
             if note is not None:  # a key that was thinned out so far, and is now met in a loop of unknown length
                 every_event = dataclasses.replace(Buffer.from_struct(target), interval=1)
-                buffer = every_event.take_series(_series.concatenate(note.kept))
+                kept = _series.concatenate(note.kept)
+                _series.check_fit(kept, target.rows)
+                buffer = every_event.take_series(kept)
                 # Not of the type of `target`, which need not have the steps of these.
                 state[key] = dataclasses.replace(buffer, interval=target.interval, seen=_as_laned(note.seen))
                 if key in stacked:
@@ -210,6 +207,7 @@ class Collect(Handler):
                     raise _errors.mismatch(
                         key, "reductions", _name(None), str(series.site), _name(target.reduction), str(target.site)
                     )
+                _series.check_fit(series, target.rows)
                 state[key] = Buffer.from_struct(target).take_series(series)
             elif held is None:
                 state[key] = type(target).from_struct(target)

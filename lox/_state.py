@@ -49,14 +49,22 @@ def _union(key: str, *laned: Laned | None) -> Lanes:
     return lanes
 
 
-def _check_lanes(key: str, held: list[tuple[Laned, int]], site: str, event: Event) -> None:
-    """Error if an event does not fit the lanes of what is held, each with so many axes before them."""
+def _site_of_lanes(key: str, held: list[tuple[Laned, int]], site: Site, new: list[Laned], new_site: str) -> Site:
+    """Which line the lanes come from; error if those of an event do not fit what is held.
+
+    Each of what is held has so many axes before its lanes.
+    """
     mine = _lanes.union(*[_lanes.lanes_of(x, lead) for x, lead in held])
-    every = [*event.values[key], *event.steps.values(), *[x for x in (event.mask, event.weight) if x is not None]]
-    other = _lanes.union(*map(_lanes.lanes_of, every))
+    other = _lanes.union(*map(_lanes.lanes_of, new))
     assert mine is not None and other is not None  # each is of one piece
-    if _lanes.union(mine, other) is None:
-        raise _errors.different_lanes(key, mine.present(), site, other.present(), event.site)
+    both = _lanes.union(mine, other)
+    if both is None:
+        raise _errors.different_lanes(key, mine, str(site), other, new_site)
+    return site if both == mine else Site(new_site)
+
+
+def _parts_of(key: str, event: Event) -> list[Laned]:
+    return [*event.values[key], *event.steps.values(), *[x for x in (event.mask, event.weight) if x is not None]]
 
 
 def _check_items(key: str, treedef: Any, items: tuple[Item, ...], site: str, event: Event) -> tuple[Item, ...]:
@@ -128,10 +136,11 @@ class Fold:
         count = Laned(jnp.zeros((), jnp.int32))
         return cls(states, count, {}, reduction, event.treedefs[key], items, key, Site(event.site), interval)
 
-    def check_lanes(self, event: Event) -> None:
-        """Error if an event has other lanes."""
+    def fitting(self, event: Event) -> "Fold":
+        """The same state, which knows where its lanes come from; error if an event has others."""
         held = [(x, 0) for x in [*self.states, self.count, *self.steps.values()]]
-        _check_lanes(self.key, held, str(self.site), event)
+        site = _site_of_lanes(self.key, held, self.site, _parts_of(self.key, event), event.site)
+        return dataclasses.replace(self, site=site)
 
     def take(self, event: Event) -> "Fold":
         """One event more."""
@@ -219,7 +228,8 @@ class Fold:
         for name, target in struct.steps.items():
             step = self.steps.get(name) or Laned(jnp.asarray(_arrays.missing_step(target.tree.dtype)))
             steps[name] = _conform(step, target)
-        return dataclasses.replace(old, states=states, steps=steps, count=_conform(self.count, struct.count))
+        count = _conform(self.count, struct.count)
+        return dataclasses.replace(old, states=states, steps=steps, count=count, site=struct.site)
 
     @classmethod
     def from_struct(cls, struct: "Fold") -> "Fold":
@@ -294,11 +304,13 @@ class Buffer:
         zero = Laned(jnp.zeros((), jnp.int32))
         return cls(rows, zero, zero, capacity, items, interval)
 
-    def check_lanes(self, event: Event) -> None:
-        """Error if an event has other lanes."""
+    def fitting(self, event: Event) -> "Buffer":
+        """The same state, which knows where its lanes come from; error if an event has others."""
         rows = self.rows
         held = [(x, 1) for x in [*rows.values, *rows.steps.values(), *([] if rows.valid is None else [rows.valid])]]
-        _check_lanes(rows.key, [*held, (self.seen, 0)], str(rows.site), event)
+        held.append((self.seen, 0))
+        site = _site_of_lanes(rows.key, held, rows.site, _parts_of(rows.key, event), event.site)
+        return dataclasses.replace(self, rows=dataclasses.replace(rows, site=site))
 
     def take(self, event: Event) -> "Buffer":
         """One event more."""
@@ -393,7 +405,7 @@ class Buffer:
         values = [fit(x, target, 0) for x, target in zip(rows.values, model.values, strict=True)]
         steps = {n: fit(rows.steps.get(n), t, _arrays.missing_step(t.tree.dtype)) for n, t in model.steps.items()}
         valid = None if model.valid is None else fit(rows.valid, model.valid, True)
-        rows = dataclasses.replace(rows, values=values, steps=steps, valid=valid)
+        rows = dataclasses.replace(rows, values=values, steps=steps, valid=valid, site=model.site)
         count, seen = _conform(self.count, struct.count), _conform(self.seen, struct.seen)
         return dataclasses.replace(self, rows=rows, count=count, seen=seen, items=struct.items)
 
@@ -437,23 +449,26 @@ class Tick:
     """How many events of a key there were, in each lane for itself."""
 
     count: Laned = dataclasses.field(default_factory=lambda: Laned(jnp.zeros((), jnp.int32)))
+    site: Site = dataclasses.field(default_factory=Site)  # where the lanes come from
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """One array."""
-        return (self.count,), None
+        return (self.count,), self.site
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> "Tick":
+    def tree_unflatten(cls, site: Site, children: Any) -> "Tick":
         """The inverse of `tree_flatten`."""
-        return cls(*children)
+        return cls(children[0], site)
 
     def take(self, key: str, event: Event) -> "Tick":
         """One event more."""
-        return Tick(_counted(key, self.count, event.mask))
+        mask = [] if event.mask is None else [event.mask]
+        site = _site_of_lanes(key, [(self.count, 0)], self.site, mask, event.site)
+        return Tick(_counted(key, self.count, event.mask), site)
 
     def conform(self, struct: "Tick") -> "Tick":
         """The same state with the type of `struct`, which is a later state of the same key."""
-        return Tick(_conform(self.count, struct.count))
+        return Tick(_conform(self.count, struct.count), struct.site)
 
     @classmethod
     def from_struct(cls, struct: "Tick") -> "Tick":

@@ -22,7 +22,7 @@ from lox._lanes import Laned
 from lox._logdict import joined, logdict
 from lox._primitive import bind
 from lox._select import Names, Selection
-from lox._series import Series, Site, check_fit
+from lox._series import Series, Site, check_fit_all
 from lox._sink import show
 from lox._spool import Collect
 from lox._state import Buffer, Fold, Room, Tick
@@ -102,20 +102,20 @@ class Pending:
 def _that_fit(events: list[logdict]) -> Iterator[list[logdict]]:
     """The events in order, in as few parts as possible: of each key, those of one part fit into one array."""
     part: list[logdict] = []
-    models: dict[str, Series] = {}
+    models: dict[str, dict[Any, Series]] = {}
+
+    def add(logs: logdict) -> None:
+        for key in logs:
+            check_fit_all(models.setdefault(key, {}), logs._to_series(key))
+        part.append(logs)
+
     for logs in events:
-        series = {key: logs._to_series(key) for key in logs}
         try:
-            for key in logs:
-                if key in models:
-                    check_fit(models[key], series[key])
+            add(logs)
         except _errors.MismatchError:
             yield part
             part, models = [], {}
-        part.append(logs)
-        for key, new in series.items():
-            if key not in models or not any(x.ndim for x in models[key].values):
-                models[key] = new
+            add(logs)
     if part:
         yield part
 
@@ -399,7 +399,7 @@ class Blocks:
             elif isinstance(state, Buffer):
                 found[key] = state.finish(certain=False)
                 if interval is not None:
-                    counts[key] = Tick(state.seen)
+                    counts[key] = Tick(state.seen, state.rows.site)
         for key, certain in inner.keys.items():
             run.note(key, certain)
         run.state = {**run.state, "held": held, "counts": counts}

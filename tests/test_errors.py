@@ -1,6 +1,8 @@
 """The text of every error and warning, and their family."""
 
+import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -224,6 +226,173 @@ def test_mismatch_between_lanes_of_two_lines():
             transform(lambda: f(4))()
         assert f"  2 × 3 lanes at test_errors.py:{first} " in str(info.value)
         assert f"  2 lanes at test_errors.py:{first + 1} " in str(info.value)
+
+
+NAMED = [
+    ({"axis_name": "a"}, {"axis_name": "b"}, "axis_name='a'", "axis_name='b'"),
+    ({"spmd_axis_name": "x"}, {"spmd_axis_name": ("x", "y")}, "spmd_axis_name='x'", "spmd_axis_name=('x', 'y')"),
+    (
+        {"axis_name": "a", "spmd_axis_name": "x"},
+        {"axis_name": "a", "spmd_axis_name": "y"},
+        "axis_name='a', spmd_axis_name='x'",
+        "axis_name='a', spmd_axis_name='y'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "first", "second"), NAMED)
+def test_mismatch_between_lanes_of_one_size(one, other, first, second):
+    def f():
+        jax.vmap(lambda x: lox.log({"x": x})["x"], **one)(jnp.zeros(4))
+        jax.vmap(lambda x: lox.log({"x": x})["x"], **other)(jnp.zeros(4))
+
+        later.append(1)
+
+    later: list[int] = []
+    line = f.__code__.co_firstlineno + 1
+    where = "(test_mismatch_between_lanes_of_one_size.f.<lambda>)"
+    text = (
+        "'x' is logged under different vmaps, whose lanes do not fit together:\n"
+        f"  4 lanes ({first}) at test_errors.py:{line} {where}\n"
+        f"  4 lanes ({second}) at test_errors.py:{line + 1} {where}\n"
+        'Either keep them apart:      `with lox.scope("eval"):` around one of them\n'
+        "or stream them one by one:   lox.tap(f, callback)\n"
+        "or leave the key out:        `argnames` with the other keys"
+    )
+    for options in ({}, {"reduce": "mean"}, {"reduce": "count"}, {"interval": 2}, {"capacity": 3}):
+        with pytest.raises(lox.MismatchError) as info:
+            lox.spool(f, **options)()
+        assert str(info.value) == text
+        assert not later
+        with pytest.raises(lox.MismatchError) as info:
+            lox.spool(jax.jit(f), **options)()
+        assert str(info.value) == text
+        later.clear()
+
+
+def logs_under(*vmaps: dict[str, Any] | None, n: int = 4) -> None:
+    """One event under each of these vmaps, or under none."""
+    for options in vmaps:
+        jax.vmap(lambda x: lox.log({"x": x}), **options)(jnp.zeros(n)) if options is not None else lox.log({"x": 0.0})
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce": "mean"}, {"interval": 2}, {"capacity": 9}])
+@pytest.mark.parametrize("loop", ["none", "scan", "while", "while after"])
+def test_lanes_whose_names_are_told_late(options, loop):
+    def f(*vmaps):
+        if loop == "none":
+            logs_under(*vmaps)
+        elif loop == "scan":
+            jax.lax.scan(lambda c, _: (logs_under(*vmaps), None), None, None, 2)
+        elif loop == "while":
+            jax.lax.while_loop(lambda i: i < 2, lambda i: logs_under(*vmaps) or i + 1, 0)
+        else:
+            logs_under(*vmaps[:-1])
+            jax.lax.while_loop(lambda i: i < 2, lambda i: logs_under(vmaps[-1]) or i + 1, 0)
+
+    if loop.startswith("while") and not {"reduce", "capacity"} & set(options):
+        options = {**options, "capacity": 9}
+    a, b, plain = {"axis_name": "a"}, {"axis_name": "b"}, {}
+    for vmaps in ([a, a], [a, plain], [plain, a], [None, a, plain, a]):
+        logs = lox.spool(lambda: f(*vmaps), **options)()[1]  # noqa: B023
+        assert logs["x"].shape[-1] == 4
+        assert jax.tree.structure(logs) == jax.tree.structure(lox.spool(lambda: f(*[{}] * len(vmaps)), **options)()[1])  # noqa: B023
+    for vmaps in ([a, b], [plain, a, b], [a, plain, b], [None, a, None, b], [a, plain, None, b]):
+        with pytest.raises(lox.MismatchError) as info:
+            lox.spool(lambda: f(*vmaps), **options)()  # noqa: B023
+        assert "  4 lanes (axis_name='a'), and then 4 lanes (axis_name='b'), at test_errors.py:" in str(info.value)
+
+
+def test_lanes_of_nested_vmaps_with_names():
+    def f(outer, inner):
+        jax.vmap(jax.vmap(lambda x: lox.log({"x": x}), axis_name=inner), axis_name=outer)(jnp.zeros((2, 2)))
+
+    def g(*names):
+        for pair in names:
+            f(*pair)
+
+    assert lox.spool(lambda: g(("a", "b"), ("a", "b"), (None, "b"), ("a", None)))()[1]["x"].shape == (4, 2, 2)
+    for names in ((("a", "b"), ("b", "a")), (("a", "b"), ("a", "c")), ((None, "b"), (None, "c"))):
+        for options in ({}, {"reduce": "max"}):
+            with pytest.raises(lox.MismatchError, match=r"  2 × 2 lanes \(.*\), and then 2 × 2 lanes \("):
+                lox.spool(lambda: g(*names), **options)()  # noqa: B023
+    # Outside of the transformation, names are nobody's business.
+    for name in ("a", "b"):
+        assert jax.vmap(lox.spool(lambda x: lox.log({"x": x})), axis_name=name)(jnp.zeros(3))[1]["x"].shape == (3,)
+
+
+def test_lanes_of_branches():
+    def f(x, *vmaps):
+        branches = [functools.partial(lambda options, _: logs_under(options), options) for options in vmaps]
+        return jax.lax.switch(x, branches, 0)
+
+    a, b, plain = {"axis_name": "a"}, {"axis_name": "b"}, {}
+    for options in ({}, {"reduce": "last"}):
+        for vmaps in ([a, a], [a, plain], [plain, None, a]):
+            logs = lox.spool(functools.partial(f, 1), **options)(*vmaps)[1]
+            assert logs["x"].shape[-1] == 4
+        for vmaps in ([a, b], [None, a, b], [plain, a, b]):
+            with pytest.raises(
+                lox.MismatchError, match=r"4 lanes \(axis_name='a'\), and then 4 lanes \(axis_name='b'\)"
+            ):
+                lox.spool(lambda: f(1, *vmaps), **options)()  # noqa: B023
+        for vmaps in ([a, b], [plain, a, b]):
+            with pytest.raises(lox.MismatchError, match=r"2 × 4 lanes \(axis_name='a'\), and then 2 × 4 lanes \(axis_"):
+                lox.spool(jax.vmap(lambda x: f(x, *vmaps)), **options)(jnp.arange(2))  # noqa: B023
+        branches = [lambda _: logs_under(None), lambda _: logs_under({}), lambda _: logs_under({}, n=3)]
+        with pytest.raises(lox.MismatchError, match="4 lanes, and then 3 lanes"):
+            lox.spool(functools.partial(jax.lax.switch, 1, branches), **options)(0)
+
+
+def test_lanes_of_gradients():
+    def f(x):
+        for name in ("a", "b"):
+            x = jax.vmap(lambda x: lox.log_grad("x", x) ** 2, axis_name=name)(x)
+        return x.sum()
+
+    with pytest.raises(lox.MismatchError, match=r"4 lanes \(axis_name='b'\), and then 4 lanes \(axis_name='a'\)"):
+        lox.spool(jax.grad(f))(jnp.ones(4))
+
+
+def test_lanes_that_tap_counts():
+    """With an interval, tap counts the events of a branch in each lane for itself."""
+
+    def f(n, one, other):
+        def branch(x):
+            jax.lax.cond(x > 1, lambda x: lox.log({"x": x}) and None, lambda x: None, x)
+
+        jax.vmap(branch, **one)(jnp.arange(4))
+        lox.log({"x": 7})
+        jax.vmap(branch, **other)(jnp.arange(n))
+
+    line = f"test_errors.py:{f.__code__.co_firstlineno + 2} (test_lanes_that_tap_counts.f.branch.<lambda>)"
+    a, b = {"axis_name": "a"}, {"axis_name": "b"}
+    for n, one, other, first, second in (
+        (6, {}, {}, "4 lanes", "6 lanes"),
+        (4, a, b, "4 lanes (axis_name='a')", "4 lanes (axis_name='b')"),
+    ):
+        for jit in (lambda f: f, jax.jit):
+            with pytest.raises(lox.MismatchError) as info:
+                lox.tap(jit(functools.partial(f, n, one, other)), interval=2)()
+            assert str(info.value) == (
+                "'x' is logged under different vmaps, whose lanes do not fit together:\n"
+                f"  {first}, and then {second}, at {line}\n"
+                'Either keep them apart:      `with lox.scope("eval"):` around one of them\n'
+                "or stream them one by one:   lox.tap(f, callback)\n"
+                "or leave the key out:        `argnames` with the other keys"
+            )
+
+
+def test_lanes_of_one_iteration_in_a_buffer():
+    def f(*vmaps):
+        return jax.lax.scan(lambda c, _: (logs_under(*vmaps), None), None, None, 4)
+
+    for options in ({}, {"reduce": "max"}, {"interval": 2}):
+        received: list[Any] = []
+        lox.tap(lambda: f({"axis_name": "a"}, {}), received.append, buffer=100, **options)()
+        assert all(logs["x"].shape[-1] == 4 for logs in received) and received
+        with pytest.raises(lox.MismatchError, match=r"4 lanes \(axis_name='a'\), and then 4 lanes \(axis_name='b'\)"):
+            lox.tap(lambda: f({"axis_name": "a"}, {"axis_name": "b"}), buffer=100, **options)()
 
 
 def test_mismatch_with_reduce():
