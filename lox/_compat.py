@@ -269,9 +269,14 @@ _DebugEffect: Any = type(next(iter(jax.make_jaxpr(lambda: jax.debug.callback(lam
 
 
 class LogEffect(_DebugEffect):
-    """Marks an equation that logs, or contains one that does."""
+    """Marks an equation that logs, or contains one that does. There is one only: `jax.export` makes it of its class."""
 
+    _one: Any = None
     __str__ = lambda self: "Log"  # noqa: E731
+
+    def __new__(cls) -> Any:
+        cls._one = cls._one or super().__new__(cls)
+        return cls._one
 
 
 class EmitEffect(_DebugEffect):
@@ -305,6 +310,7 @@ log_effect = LogEffect()
 emit_effect = EmitEffect()
 order_effect = OrderEffect()
 host_call_effects = {emit_effect, order_effect}
+_effects.lowerable_effects.add_type(LogEffect)  # by its own name, under which `jax.export` finds it again
 _effects.ordered_effects.add_type(OrderEffect)
 _effects.shardable_ordered_effects.add_type(OrderEffect)
 
@@ -459,9 +465,14 @@ class LogMark:
     site: str
 
 
+def is_exporting(ctx: Any) -> bool:
+    """Whether the program that is being lowered shall be written to a file."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
 def mark_program(ctx: Any, mark: LogMark) -> None:
     """Mark the program that is being lowered. JAX carries along whatever shall live as long as the executable."""
-    if not ctx.module_context.lowering_parameters.for_export:  # only what can be written to a file may be exported
+    if not is_exporting(ctx):  # only what can be written to a file may be exported
         ctx.module_context.add_keepalive(mark)
 
 
@@ -1123,9 +1134,14 @@ def forget_trees(fun: Any, rule: Any) -> None:
     does run both: one for the logs, one for the derivative.
     """
     if all(_is_filled(store) for store in rule.stores if store is not None):
-        for store in fun.stores:
-            if store is not None:
-                store.reset()
+        forget_results(fun)
+
+
+def forget_results(fun: Any) -> None:
+    """Let a function be called again: JAX notes the structure of its results, and objects to a second one."""
+    for store in getattr(fun, "stores", ()):
+        if store is not None:
+            store.reset()
 
 
 def _is_filled(store: Any) -> bool:

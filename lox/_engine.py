@@ -259,9 +259,20 @@ def _signature(state: Any) -> Any:
 
 class _Inside(threading.local):
     may_fail = False
+    rebuilding = False
 
 
 _inside = _Inside()
+
+
+@contextlib.contextmanager
+def rebuilding() -> Iterator[None]:
+    """While a shard_map is bound whose body is a jaxpr: there is no Python left in it that could do with values."""
+    before, _inside.rebuilding = _inside.rebuilding, True
+    try:
+        yield
+    finally:
+        _inside.rebuilding = before
 
 
 @contextlib.contextmanager
@@ -396,10 +407,11 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         try:
             return self._staged("process_shard_map", primitive, (fun,), tracers, **params)
-        except _NEEDS_VALUES:
-            if _compat.underneath(self) is not _compat.eval_trace:
+        except (*_NEEDS_VALUES, _errors.SpoolError):  # a `fori_loop` to a value is a `while_loop` when it is traced
+            if _inside.rebuilding or _compat.underneath(self) is not _compat.eval_trace:
                 raise
         # The body wants to see values: then it is run as JAX runs it, one operation after the other on all devices.
+        _compat.forget_results(fun)
         return run_on_shards(self.parent, self, primitive, fun, tracers, params)
 
     def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:

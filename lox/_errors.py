@@ -196,6 +196,17 @@ def executable(keys: Iterable[str], site: str) -> TransformError:
     )
 
 
+def exported(keys: Iterable[str], site: str) -> TransformError:
+    """For a log that would print, inside a function that `jax.export` writes to a file."""
+    return TransformError(
+        f"cannot export the log of {listing(keys)}: nothing around it takes it, so that it calls the host to print, "
+        "and `jax.export` writes no such calls.\n"
+        f"  logged at {site}\n"
+        "Either return the logs:   jax.export.export(jax.jit(lox.spool(f)))\n"
+        "or leave them out:        jax.export.export(jax.jit(lox.nolog(f)))"
+    )
+
+
 def runs_later(fun: Any, what: str) -> LogTypeError:
     """For a generator or a coroutine: its body runs when it is used, and not when it is called."""
     name = getattr(fun, "__name__", repr(fun))

@@ -52,6 +52,8 @@ def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
     _compat.mark_program(ctx, _compat.LogMark(meta.keys, meta.site))
     if meta.seen or meta.explicit or _sink.is_compiled_out():
         return []
+    if _compat.is_exporting(ctx):
+        raise _errors.exported(meta.keys, meta.site)
     scopes = _compat.scope_names(ctx.name_stack)
 
     def to_sink(*operands: Any) -> list[Any]:

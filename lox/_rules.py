@@ -27,6 +27,7 @@ from lox._engine import (
     Run,
     Transformed,
     interpret,
+    rebuilding,
     run_function,
     tally,
     transformed,
@@ -601,7 +602,9 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
         # Which results vary is known only once the body has been traced.
         probe = sharded(lambda *xs: body(*xs)[0], in_specs=in_specs, out_specs=outs_specs)
         jax.eval_shape(probe, inside, *args)
-        outs, (inside, piece) = sharded(body, in_specs=in_specs, out_specs=(outs_specs, box["specs"]))(inside, *args)
+        with rebuilding():
+            rebuilt = sharded(body, in_specs=in_specs, out_specs=(outs_specs, box["specs"]))
+            outs, (inside, piece) = rebuilt(inside, *args)
         run.absorb(rejoin(inside), piece, box["keys"])
         return outs
 

@@ -35,6 +35,11 @@ def _conform(x: Laned, target: Laned) -> Laned:
     return Laned(typed_like(_lanes.widen(x, _lanes.lanes_of(target)).tree, target.tree), target.flags)
 
 
+def _varying_like(new: Any, old: Any) -> Any:
+    """`new` in the place of `old`: the type of a state only ever grows, or tracing it would never come to an end."""
+    return _compat.with_varying_axes_of(new, _compat.aval_of(old))
+
+
 def _counted(key: str, count: Laned, mask: Laned | None) -> Laned:
     """One more, where the event happened."""
     lanes = _union(key, count, mask)
@@ -99,7 +104,7 @@ def _take_steps(key: str, old: dict[str, Laned], event: Event, happened: Laned |
         if happened is not None:
             keep = _lanes.widen(happened, lanes)
             step = Laned(jnp.where(keep.tree, step.tree, before.tree), lanes.flags)
-        new[name] = step
+        new[name] = Laned(_varying_like(step.tree, before.tree), lanes.flags)
     return new
 
 
@@ -270,7 +275,7 @@ def _same_type(new: Any, old: Any) -> Any:
             f"a reduction's `update` must not change its state's type: it was {old.dtype}{list(old.shape)} and became "
             f"{new.dtype}{list(new.shape)}."
         )
-    return _arrays.strong(new)
+    return _varying_like(_arrays.strong(new), old)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -314,6 +319,8 @@ class Buffer:
 
     def take(self, event: Event) -> "Buffer":
         """One event more."""
+        if self.count.flags:
+            return self._take_on_devices(event.series(self.rows.key))
         rows, key, size, original = self.rows, self.rows.key, self.capacity + 1, event
         items = _check_items(key, rows.treedef, self.items, str(rows.site), event)
         seen = self.seen
@@ -329,11 +336,6 @@ class Buffer:
                 needed = min(self.most, lane_count * -(-self.most // self.interval))
                 if needed > self.capacity:
                     return self.with_capacity(needed).take(original)
-        if self.count.ndim:
-            raise _errors.SpoolError(
-                f"{key!r} is logged inside `while_loop` both on the devices of a shard_map and outside of it.\n"
-                f"  logged at {rows.site} and {event.site}\nUse two keys."
-            )
         count, slot = self.count.tree, jnp.minimum(self.count.tree, self.capacity)
         happened = None if event.mask is None else jnp.any(event.mask.tree)
         if happened is not None:
@@ -372,6 +374,8 @@ class Buffer:
 
     def take_series(self, series: Series) -> "Buffer":
         """Events that were collected before it was known that the key needs a buffer."""
+        if self.count.flags:
+            return self._take_on_devices(series)
         rows = series.expanded()
 
         def take_row(buffer: Buffer, row: Series) -> Buffer:
@@ -383,6 +387,28 @@ class Buffer:
             rest = dataclasses.replace(jax.tree.map(lambda x: _arrays.slice_rows(x, 1), rows), single=True)
             buffer, _ = jax.lax.scan(lambda b, row: (take_row(b, row), None), buffer, rest)
         return buffer
+
+    def _take_on_devices(self, series: Series) -> "Buffer":
+        """Events that come from outside of the shard_map whose devices have each filled another number of rows."""
+        lanes = _lanes.lanes_of(self.count)
+        devices, *_ = lanes.flags
+
+        def enter(x: Laned, lead: int) -> Laned:
+            own = _lanes.lanes_of(x, lead)
+            if own.sizes[:1] not in ((), (0,), lanes.sizes[:1]):
+                raise _errors.different_lanes(
+                    series.key, lanes.present(), str(self.rows.site), own.present(), str(series.site)
+                )
+            shardings = (*(lanes.shardings[:1] or (None,)), *(own.shardings[1:] or (None,) * len(own.flags[1:])))
+            wanted = Lanes((devices, *own.flags[1:]), (*lanes.sizes[:1], *own.sizes[1:]), shardings)
+            x = _lanes.widen(x, wanted, lead)
+            return Laned(jnp.moveaxis(x.tree, lead, 0) if devices else x.tree, x.flags[1:])
+
+        def leave(x: Laned, lead: int) -> Laned:
+            return Laned(jnp.moveaxis(x.tree, 0, lead) if devices else x.tree, (devices, *x.flags))
+
+        take = Buffer.take_series if not devices else jax.vmap(Buffer.take_series)
+        return _lanes.map_laned(leave, take(_lanes.map_laned(enter, self), _lanes.map_laned(enter, series)))
 
     def with_capacity(self, capacity: int) -> "Buffer":
         """The same events in a larger buffer."""

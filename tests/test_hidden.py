@@ -165,12 +165,28 @@ def test_an_exported_function_that_logs_is_an_error(transform: Any) -> None:
         return x * 2
 
     exported = jax.export.export(jax.jit(quiet))(X)
-    assert float(exported.call(X)) == 6.0
-    for f in (exported.call, lambda x: exported.call(x), jax.jit(exported.call)):
+    read = jax.export.deserialize(exported.serialize())
+    assert float(exported.call(X)) == float(read.call(X)) == 6.0
+    for f in (exported.call, lambda x: exported.call(x), jax.jit(exported.call), read.call):
         with pytest.raises(
             lox.TransformError, match="cannot reach the log of an unknown key: it is inside `call_exported`"
         ):
             transform(f)(X)
+
+
+def test_to_export_a_log_that_prints_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        r"cannot export the log of 'x': nothing around it takes it, so that it calls the host to print, and "
+        r"`jax\.export` writes no such calls\.\n  logged at test_hidden\.py:\d+ \(double\)\n"
+        r"Either return the logs:   jax\.export\.export\(jax\.jit\(lox\.spool\(f\)\)\)\n"
+        r"or leave them out:        jax\.export\.export\(jax\.jit\(lox\.nolog\(f\)\)\)"
+    )
+    for f in (double, jax.jit(double), lambda x: jax.lax.cond(x > 0, double, lambda x: x, x)):
+        with pytest.raises(lox.TransformError, match=text):
+            jax.export.export(jax.jit(f))(X)
+        assert float(jax.export.export(jax.jit(lox.nolog(f)))(X).call(X)) == 6.0
+    monkeypatch.setenv("LOX_SINK", "off")
+    assert float(jax.export.export(jax.jit(lambda x: double(x)))(X).call(X)) == 6.0
 
 
 # --- primitives that hold a Python function ------------------------------------------------------

@@ -160,6 +160,145 @@ def test_python_control_flow_in_shard_map(kind: AxisType, context: bool) -> None
         same(logs, expected)
 
 
+def on_devices(body: Any, mesh: Mesh) -> Any:
+    return jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+
+
+def scalar(x: Any) -> Any:
+    lox.log({"x": x.sum()}, step=3)
+    return x + 1
+
+
+def in_scan(x: Any) -> Any:
+    return lax.scan(lambda c, i: (lox.log({"x": c.sum()}, step=i), (c + 1, None))[1], x, jnp.arange(3))[0]
+
+
+def in_cond(x: Any) -> Any:
+    return lax.cond(x.sum() > 6, scalar, lambda x: x, x)
+
+
+def in_while(x: Any) -> Any:
+    return lax.while_loop(lambda c: c.sum() < 9, scalar, x)
+
+
+def in_everything(x: Any) -> Any:
+    return in_while(jax.jit(in_scan)(in_cond(scalar(x)) - 4))
+
+
+@pytest.mark.parametrize("body", [in_scan, in_cond, in_while, in_everything])
+def test_logs_in_a_shard_map_that_wants_values_are_those_of_one_that_does_not(body: Any) -> None:
+    mesh = mesh_of(AxisType.Auto)
+
+    def wants_values(x: Any) -> Any:
+        return x if lax.psum(x.sum(), "d") < 0 else body(x)
+
+    def everything(f: Any) -> tuple[list[Any], list[Any]]:
+        results: list[Any] = []
+        texts: list[Any] = []
+        for options in ({"capacity": 20}, {"interval": 2, "capacity": 20}, {"reduce": "last"}):
+            received: list[Any] = []
+            out, logs = lox.spool(lox.tap(f, received.append), **options)(X)
+            jax.effects_barrier()
+            lanes = [dict(logs.lane(n)) for n in range(DEVICES)] if "reduce" not in options else []
+            compact = logs.compact()
+            results += [out, dict(compact), compact.steps, *lanes]
+            texts.append(sorted(map(str, received)))
+        return texts, results
+
+    found, expected = everything(on_devices(wants_values, mesh)), everything(on_devices(body, mesh))
+    assert found[0] == expected[0]
+    same(found[1], jax.tree.map(np.asarray, expected[1]))
+
+
+@each_kind
+def test_a_loop_in_a_shard_map_whose_length_is_a_value(kind: AxisType) -> None:
+    """Outside of jit, such a `fori_loop` has a known length."""
+    mesh = mesh_of(kind)
+
+    def body(x: Any) -> Any:
+        lox.log({"first": x.sum()})
+        return lax.fori_loop(0, lax.pmin(x[1], "d").astype(int) + 1, lambda _, c: scalar(c), x)
+
+    f = on_devices(body, mesh)
+    expected = {"first": f32(LOCAL), "x": f32([LOCAL, LOCAL + 2])}
+    with use(mesh):
+        x = put(X, mesh)
+        received: list[Any] = []
+        again = lox.spool(f, keep_logs=True)
+        for spooled in (lox.spool(f), lox.spool(lox.tap(f, received.append)), lox.spool(lambda x: again(x)[0])):
+            out, logs = spooled(x)
+            same(out, X + 2)
+            same(logs, expected)
+        jax.effects_barrier()
+        assert len(received) == 3 * DEVICES
+        with pytest.raises(lox.SpoolError, match="it is logged inside `while_loop`, whose length is unknown"):
+            lox.spool(jax.jit(f))(x)
+
+
+@each_kind
+def test_a_while_loop_on_devices_beside_other_events_of_its_key(kind: AxisType) -> None:
+    if jax.__version_info__ < (0, 8) and kind == AxisType.Explicit:
+        pytest.skip("JAX 0.7 does not scatter into explicitly sharded arrays")
+    mesh = mesh_of(kind)
+    first = [[n for n in range(int(s), 9, 2)] for s in LOCAL]
+
+    def around(x: Any) -> Any:
+        lox.log({"x": -1.0})
+        x = on_devices(in_while, mesh)(x)
+        lox.log({"x": -2.0}, step=4)
+        return x
+
+    with use(mesh):
+        x = put(X, mesh)
+        logs = lox.spool(around, capacity=7)(x)[1]
+        every = lox.spool(around, capacity=7, interval=2)(x)[1]
+    assert [logs.lane(n)["x"].tolist() for n in range(DEVICES)] == [[-1, *events, -2] for events in first]
+    assert [logs.lane(n).step["x"].tolist() for n in range(DEVICES)] == [[-1, *[3] * len(e), 4] for e in first]
+    assert [every.lane(n)["x"].tolist() for n in range(DEVICES)] == [[-1, *events, -2][::2] for events in first]
+    same(logs.compact().dropped, {"x": i32([0] * DEVICES)})
+
+
+def test_a_while_loop_on_devices_beside_a_vmap_of_another_size() -> None:
+    mesh = mesh_of(AxisType.Auto)
+
+    def f(x: Any) -> Any:
+        jax.vmap(lambda v: lox.log({"x": v}))(jnp.arange(3.0))
+        return on_devices(in_while, mesh)(x)
+
+    with pytest.raises(lox.MismatchError, match="'x' is logged under different vmaps, whose lanes do not fit together"):
+        lox.spool(f, capacity=7)(X)
+
+
+@each_kind
+@jitted_or_not
+@pytest.mark.parametrize("reduce", ["last", "first", "sum"])
+def test_a_reduction_of_what_varies_over_devices_and_what_does_not(kind: AxisType, jit: bool, reduce: str) -> None:
+    mesh = mesh_of(kind)
+
+    def branches(x: Any) -> Any:
+        def replicated(x: Any) -> Any:
+            lox.log({"a": 3.0}, step=7)
+            return x
+
+        return lax.cond(x.sum() > 6, replicated, lambda x: (lox.log({"b": x.sum()}), x)[1], x)
+
+    def one_after_another(x: Any) -> Any:
+        x = on_devices(lambda x: (lox.log({"a": x.sum()}, step=x.sum().astype(int)), x)[1], mesh)(x)
+        return on_devices(lambda x: (lox.log({"a": 3.0}, step=7), x)[1], mesh)(x)
+
+    once = LOCAL > 6
+    both = {"last": f32([3] * DEVICES), "first": f32(LOCAL), "sum": f32(LOCAL + 3)}[reduce]
+    with use(mesh):
+        x = put(X, mesh)
+        for body, key, expected, steps in [
+            (on_devices(branches, mesh), "a", np.where(once, f32(3), f32(np.nan)), np.where(once, i32(7), i32(-1))),
+            (one_after_another, "a", both, i32([7] * DEVICES)),
+        ]:
+            logs = lox.spool(jax.jit(body) if jit else body, reduce=reduce)(x)[1]
+            same(logs[key], expected)
+            same(logs.step[key], steps)
+
+
 def test_a_nested_shard_map_that_is_run_at_once() -> None:
     mesh = mesh_of(AxisType.Auto, (2, 2), ("a", "b"))
 
