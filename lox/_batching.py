@@ -182,6 +182,22 @@ def _vmap(axis_data: Any, fun: Any, args: Any, dims: Any, like: Any) -> Any:
     return mapped(lanes, *args)
 
 
+def _compiled(rule: Any) -> Any:
+    """A batching rule that makes one program of what it does."""
+
+    def compiled(args: Any, dims: Any, **params: Any) -> Any:
+        box: list[Any] = []
+
+        def run(*args: Any) -> Any:
+            outs, out_dims = rule(args, dims, **params)
+            box.append(out_dims)
+            return outs
+
+        return jax.jit(run)(*args), box[0]
+
+    return compiled
+
+
 def _depending_on(index: Any, x: Any) -> Any:
     """`x`, such that JAX cannot know that it does not depend on the index of a branch, which is not negative."""
     if _arrays.is_prng_key(x.dtype):
@@ -219,6 +235,9 @@ def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params:
         return _compat.make_jaxpr(branch, [_compat.scalar_type(jnp.int32, args[0]), *types])
 
     silent = tuple(recorded(e, fit) for e, fit in zip(entries, fits, strict=True))
+    if jax.sharding.get_abstract_mesh().empty and any(_compat.explicit_sharding(_compat.aval_of(x)) for x in args):
+        # Outside of jit, JAX does not know the devices of what a branch makes for want of an event.
+        rule = _compiled(rule)
     outs, out_dims = rule((args[0], *args), (dims[0], *dims), branches=silent)
     count = entries[0].outs
     log = lambda *flat: replay(jax.tree.unflatten(box[0], flat))  # noqa: E731

@@ -45,7 +45,9 @@ def unnamed(flags: Flags) -> Flags:
 
 
 def _joined(a: Flag, b: Flag) -> Flag | None:
-    """One flag for two axes of one size; None if they are known to be of different vmaps."""
+    """One flag for two axes of one size; None if they are known to be of different vmaps, or axes of a mesh."""
+    if isinstance(a, tuple) and isinstance(b, tuple) and not {*a} & {*b}:
+        return None
     if not (isinstance(a, Vmap) and isinstance(b, Vmap)):
         return a if isinstance(a, Vmap) and b is True else b
     pairs = [(a.axis_name, b.axis_name), (a.spmd_axis_name, b.spmd_axis_name)]
@@ -99,6 +101,7 @@ class Lanes(NamedTuple):
 
     def __str__(self) -> str:
         sizes, names = self.present(), [str(flag) for flag in self.flags if isinstance(flag, Vmap)]
+        names += [f"mesh axes {', '.join(flag)}" for flag in self.flags if flag and isinstance(flag, tuple)]
         text = f"{' × '.join(map(str, sizes))} lanes" if sizes else "no lanes"
         return f"{text} ({'; '.join(names)})" if names else text
 

@@ -66,7 +66,7 @@ def _add(total: tuple[Any, Any], x: Any) -> tuple[Any, Any]:
     part = new - high
     lost = low + ((high - (new - part)) + (x - part))
     # Infinity minus itself is NaN: then there is nothing to compensate.
-    lost = jax.lax.select(_finite(new), lost, jax.lax.full_like(lost, 0))
+    lost = jnp.where(_finite(new), lost, jnp.zeros((), lost.dtype))  # not `full_like`: it wants to know the mesh
     # What was lost flows back as soon as it is large enough to count: left alone it would lose bits itself.
     high = new + lost
     return high, lost - (high - new)

@@ -19,8 +19,9 @@ from lox._series import Series, Site
 Item = tuple[tuple[int, ...], Any, Any]  # shape, dtype and explicit sharding of one leaf of the value
 
 
-def typed_like(x: Any, aval: Any) -> Any:
-    """`x` with exactly the type of `aval`: a loop's carry must not change type, varying axes and sharding included."""
+def typed_like(x: Any, like: Any) -> Any:
+    """`x` with exactly the type of `like`: a loop's carry must not change type, varying axes and sharding included."""
+    aval = _compat.aval_of(like)
     if _arrays.is_prng_key(aval.dtype):
         return _compat.with_varying_axes_of(jnp.broadcast_to(x, aval.shape), aval)
     x = jnp.broadcast_to(jnp.asarray(x).astype(aval.dtype), aval.shape)
@@ -54,13 +55,12 @@ def _union(key: str, *laned: Laned | None) -> Lanes:
     return lanes
 
 
-def _site_of_lanes(key: str, held: list[tuple[Laned, int]], site: Site, new: list[Laned], new_site: str) -> Site:
-    """Which line the lanes come from; error if those of an event do not fit what is held.
+Parts = list[tuple[Laned, int]]  # arrays, each with so many axes before its lanes
 
-    Each of what is held has so many axes before its lanes.
-    """
-    mine = _lanes.union(*[_lanes.lanes_of(x, lead) for x, lead in held])
-    other = _lanes.union(*map(_lanes.lanes_of, new))
+
+def _site_of_lanes(key: str, held: Parts, site: Site, new: Parts, new_site: str) -> Site:
+    """Which line the lanes come from; error if those of an event do not fit what is held."""
+    mine, other = (_lanes.union(*[_lanes.lanes_of(x, lead) for x, lead in parts]) for parts in (held, new))
     assert mine is not None and other is not None  # each is of one piece
     both = _lanes.union(mine, other)
     if both is None:
@@ -68,8 +68,9 @@ def _site_of_lanes(key: str, held: list[tuple[Laned, int]], site: Site, new: lis
     return site if both == mine else Site(new_site)
 
 
-def _parts_of(key: str, event: Event) -> list[Laned]:
-    return [*event.values[key], *event.steps.values(), *[x for x in (event.mask, event.weight) if x is not None]]
+def _parts_of(key: str, event: Event) -> Parts:
+    found = [*event.values[key], *event.steps.values(), event.mask, event.weight]
+    return [(x, 0) for x in found if x is not None]
 
 
 def _check_items(key: str, treedef: Any, items: tuple[Item, ...], site: str, event: Event) -> tuple[Item, ...]:
@@ -143,9 +144,12 @@ class Fold:
 
     def fitting(self, event: Event) -> "Fold":
         """The same state, which knows where its lanes come from; error if an event has others."""
-        held = [(x, 0) for x in [*self.states, self.count, *self.steps.values()]]
-        site = _site_of_lanes(self.key, held, self.site, _parts_of(self.key, event), event.site)
+        site = _site_of_lanes(self.key, self.parts(), self.site, _parts_of(self.key, event), event.site)
         return dataclasses.replace(self, site=site)
+
+    def parts(self) -> Parts:
+        """All that has lanes."""
+        return [(x, 0) for x in [*self.states, self.count, *self.steps.values()]]
 
     def take(self, event: Event) -> "Fold":
         """One event more."""
@@ -196,7 +200,7 @@ class Fold:
 
     def restarted(self, where: Any = None) -> "Fold":
         """The state before any event, of the same type; with `where`, only if that is true."""
-        fresh = Fold.from_struct(jax.tree.map(_compat.aval_of, self))
+        fresh = Fold.from_struct(self)  # not its type: outside of jit, only arrays know the devices of their mesh
         # What is left of an interval goes on: a negative count says how many events are still to be passed over.
         fresh = dataclasses.replace(fresh, count=self.count.map(lambda n: -(-n % self.interval)), steps=self.steps)
         return fresh if where is None else jax.tree.map(lambda new, old: jnp.where(where, new, old), fresh, self)
@@ -222,6 +226,7 @@ class Fold:
 
     def conform(self, struct: "Fold") -> "Fold":
         """The same state with the type of `struct`, which is a later state of the same key."""
+        _site_of_lanes(self.key, self.parts(), self.site, struct.parts(), str(struct.site))
         if struct.reduction != self.reduction:
             return self._weighted().conform(struct)
         old = self._promoted(struct.items)
@@ -312,10 +317,13 @@ class Buffer:
     def fitting(self, event: Event) -> "Buffer":
         """The same state, which knows where its lanes come from; error if an event has others."""
         rows = self.rows
-        held = [(x, 1) for x in [*rows.values, *rows.steps.values(), *([] if rows.valid is None else [rows.valid])]]
-        held.append((self.seen, 0))
-        site = _site_of_lanes(rows.key, held, rows.site, _parts_of(rows.key, event), event.site)
+        site = _site_of_lanes(rows.key, self.parts(), rows.site, _parts_of(rows.key, event), event.site)
         return dataclasses.replace(self, rows=dataclasses.replace(rows, site=site))
+
+    def parts(self) -> Parts:
+        """All that has lanes."""
+        found = [*self.rows.values, *self.rows.steps.values(), self.rows.valid]
+        return [*[(x, 1) for x in found if x is not None], (self.seen, 0)]
 
     def take(self, event: Event) -> "Buffer":
         """One event more."""
@@ -418,6 +426,7 @@ class Buffer:
 
     def conform(self, struct: "Buffer") -> "Buffer":
         """The same state with the type of `struct`, which is a later state of the same key."""
+        _site_of_lanes(self.rows.key, self.parts(), self.rows.site, struct.parts(), str(struct.rows.site))
         if struct.capacity != self.capacity:
             return self.with_capacity(struct.capacity).conform(struct)
 
@@ -488,7 +497,7 @@ class Tick:
 
     def take(self, key: str, event: Event) -> "Tick":
         """One event more."""
-        mask = [] if event.mask is None else [event.mask]
+        mask = [] if event.mask is None else [(event.mask, 0)]
         site = _site_of_lanes(key, [(self.count, 0)], self.site, mask, event.site)
         return Tick(_counted(key, self.count, event.mask), site)
 

@@ -220,6 +220,27 @@ def test_lines_are_rare():
     assert lines[-1].startswith("0:00 3 runs | step 499 | train/x ")
 
 
+def test_one_key_of_many_shapes():
+    def f():
+        for n in (2, 4):
+            jax.vmap(lambda x, n=n: lox.log({"h": x}, step=n))(jnp.arange(n, dtype=jnp.float32))
+        lox.log({"v": jnp.ones((2, 2))}, step=5)
+        lox.log({"v": jnp.zeros(3)}, step=6)
+
+    for options in ({}, {"buffer": 3}):
+        console = Console(file=io.StringIO(), width=100)
+        with ConsoleLogger(console=console) as logger:
+            logger.tap(f, logger.init(jax.random.key(0)), **options)()
+        assert console.file.getvalue().splitlines()[-1] == "0:00 run 0 | step 6 | h 1.5 | v 0"
+    made = Board(None, now=0.0)
+    run = Run(0, np.array([0, 42], np.uint32), {})
+    made.add_run(run)
+    for shape in ((2, 3), (4,), ()):
+        made.update([run], lox.logdict({"w": np.ones((1, 1, *shape))}), now=1.0)
+        label = f"w [{'×'.join(map(str, shape))}]" if shape else "w"
+        assert f"│ {label} " in text(_layout.table(made.view(now=1.0), 72))
+
+
 def test_nothing_is_shown_before_a_run_begins():
     out = io.StringIO()
     ConsoleLogger(console=Console(file=out)).close()

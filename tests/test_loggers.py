@@ -2,6 +2,8 @@
 
 import csv
 import errno
+import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -692,3 +694,41 @@ def test_closing_one_run_of_several_loggers_and_of_files(tmp_path):
 def test_closing_what_is_no_state():
     with Ending() as logger, pytest.raises(lox.LogTypeError, match="`close` got 3 for the logger's state"):
         logger.close(3)
+
+
+@pytest.mark.parametrize("options", [{}, {"buffer": 3}], ids=str)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_prng_keys_and_integers_of_few_bits(tmp_path, jit, options):
+    def log(i):
+        values = {"key": jax.random.wrap_key_data(jnp.stack([i, i + 7]).astype(jnp.uint32)), "u": i.astype(jnp.uint4)}
+        lox.log({**values, "i": (jnp.arange(2, dtype=jnp.int32) - 8 + i).astype(jnp.int4)}, step=i)
+
+    def loop():
+        jax.lax.scan(lambda _, i: (log(i), None), None, jnp.arange(2, dtype=jnp.int32))
+
+    def lanes():
+        jax.vmap(log)(jnp.arange(2, dtype=jnp.int32))
+
+    if importlib.util.find_spec("rich"):
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=100)
+        with lox.ConsoleLogger(console=console) as logger:
+            logger.tap(jit(loop), logger.init(jax.random.key(0)), **options)()
+        assert console.file.getvalue().splitlines()[-1].endswith(" run 0 | step 1 | key 4.5 | u 1 | i -6.5")
+    with lox.MultiLogger(lox.SaveLogger(tmp_path), lox.CsvLogger(tmp_path), lox.JsonlLogger(tmp_path)) as logger:
+        logger.tap(jit(loop), logger.init(jax.random.key(0)), **options)()
+        logger.tap(jit(lanes), logger.init(jax.random.key(1)), **options)()
+    keys, small = [[0, 7], [1, 8]], [[-8, -7], [-7, -6]]
+    rows = [f'{n},"{keys[n]}",{n},"{small[n]}"\n' for n in range(2)]
+    assert (tmp_path / "0.csv").read_text() == "".join(["step,key,u,i\n", *rows])
+    assert (tmp_path / "1.csv").read_text() == f'step,key,u,i\n"[0, 1]","{keys}","[0, 1]","{small}"\n'
+    rows = [{"step": n, "key": keys[n], "u": n, "i": small[n]} for n in range(2)]
+    assert (tmp_path / "0.jsonl").read_text() == "".join(json.dumps(row) + "\n" for row in rows)
+    row = {"step": [0, 1], "key": keys, "u": [0, 1], "i": small}
+    assert (tmp_path / "1.jsonl").read_text() == json.dumps(row) + "\n"
+    for name, wrap in (("0", lambda x: x), ("1", lambda x: [x])):
+        logs = lox.load(tmp_path, name)
+        assert jax.random.key_data(logs["key"]).tolist() == wrap(keys)
+        assert (str(logs["u"].dtype), logs["u"].tolist()) == ("uint4", wrap([0, 1]))
+        assert (str(logs["i"].dtype), logs["i"].tolist()) == ("int4", wrap(small))

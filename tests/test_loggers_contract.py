@@ -316,3 +316,44 @@ def test_no_warnings_and_no_retracing(case, tmp_path):
                     count = len(traces)
             assert len(traces) == count
     check(case, logger, {"7": {"x": [({}, float(n)) for n in [*range(4), *range(4)]]}})
+
+
+def of_many_shapes(x):
+    """Two keys, each with two shapes: under vmaps of different size, and of arrays."""
+    for n in (2, 3):
+        jax.vmap(lambda y, n=n: lox.log({"h": x + y}, step=n - 2))(jnp.arange(n, dtype=jnp.float32))
+    for n in (3, 2):
+        lox.log({"v": x * jnp.arange(n, dtype=jnp.float32)}, step=5 - n)
+    return x
+
+
+def stored_shapes(case, events):
+    """Files keep arrays, `load` tells shapes apart, and curves are of single numbers."""
+    if case.name in ("tensorboard", "wandb", "neptune", "mlflow", "trackio"):
+        curves = {}
+        for key, of in events.items():
+            for steps, value in of:
+                for n, number in enumerate(value):
+                    curves.setdefault(f"{key}/{n}", []).append((steps, number))
+        return curves
+    if case.name == "save":
+        return {f"{key}@{len(value)}": [(steps, value)] for key, of in events.items() for steps, value in of}
+    return events
+
+
+@case
+@pytest.mark.parametrize("options", [{}, {"buffer": 3}], ids=str)
+@pytest.mark.filterwarnings("ignore:the events of '[hv]' do not fit into one array:lox.LoxWarning")
+def test_one_key_of_many_shapes(case, options, tmp_path):
+    with case.make(tmp_path) as logger:
+        logger.tap(of_many_shapes, logger.init(jax.random.key(0)), **options)(1.0)
+        states = jax.vmap(logger.init)(jnp.stack(KEYS[:2]))
+        run = jax.jit(jax.vmap(lambda state, x: logger.tap(of_many_shapes, state, **options)(x)))
+        run(states, jnp.array([2.0, 3.0]))
+    events = {}
+    for name, x in (("0", 1.0), ("7", 2.0), ("8", 3.0)):
+        h = [({"step": n - 2}, [x + m for m in range(n)]) for n in (2, 3)]
+        v = [({"step": 5 - n}, [x * m for m in range(n)]) for n in (3, 2)]
+        events[name] = stored_shapes(case, {"h": h, "v": v})
+    if case.read is not None:
+        assert case.read(logger) == events

@@ -383,6 +383,126 @@ def test_unreduced_values() -> None:
         same(jax.jit(lambda y: jax.sharding.reshard(y, P()))(logs["y"]), f32([24, 32]))
 
 
+# --- meshes of two axes ---------------------------------------------------------------------------
+
+TABLE = np.arange(16, dtype=np.float32).reshape(4, 4)
+CORNERS = f32([10, 18, 42, 50])  # the sums on the four devices
+
+
+@each_kind
+@with_and_without_context
+@jitted_or_not
+def test_two_mesh_axes(kind: AxisType, context: bool, jit: bool) -> None:
+    mesh = mesh_of(kind, (2, 2), ("a", "b"))
+
+    def body(x: Any) -> Any:
+        lox.log({"local": x.sum(), "row": lax.psum(x.sum(), "b"), "all": lax.psum(x.sum(), ("a", "b"))})
+
+        def step(c: Any, i: Any) -> Any:
+            lox.log({"c": c.sum()}, step=i)
+            return c + 1, None
+
+        return lax.scan(step, x, jnp.arange(3))[0]
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))
+    f = jax.jit(f) if jit else f
+    once = {"local": CORNERS, "row": f32([28, 92]), "all": f32(120)}
+    with within(mesh, context):
+        x = put(TABLE, mesh)
+        out, logs = lox.spool(f)(x)
+        same(out, TABLE + 3)
+        same(logs, {**once, "c": CORNERS + f32([[0], [4], [8]])})
+        same(logs.step, {"c": i32([0, 1, 2])})
+        same(lox.spool(f, reduce="mean")(x)[1], {**once, "c": CORNERS + 4})
+        blocks = collected(lambda: f(x), argnames="c", buffer=2)
+        assert sorted(b["c"].tolist() for b in blocks) == sorted(
+            block for c in CORNERS.tolist() for block in ([c, c + 4], [c + 8])
+        )
+        # The last block of a reduction is that of the whole function, outside of shard_map.
+        *means, rest = collected(lambda: f(x), argnames=["c", "local"], buffer=2, reduce="mean")
+        assert sorted(m["c"].tolist() for m in means) == [[c + 2] for c in CORNERS.tolist()]
+        same(rest, {"local": CORNERS[None], "c": CORNERS[None] + 8})
+
+
+@each_kind
+@with_and_without_context
+@jitted_or_not
+def test_values_over_two_mesh_axes(kind: AxisType, context: bool, jit: bool) -> None:
+    mesh = mesh_of(kind, (2, 2), ("a", "b"))
+
+    def f(x: Any) -> Any:
+        lox.log({"x": x})
+
+        def step(c: Any, i: Any) -> Any:
+            lox.log({"rows": c.sum(1)}, step=i)
+            return c + 1, None
+
+        return lax.scan(step, x, jnp.arange(3))[0]
+
+    f = jax.jit(f) if jit else f
+    rows = TABLE.sum(1) + f32([[0], [4], [8]])
+    with within(mesh, context):
+        x = put(TABLE, mesh)
+        same(lox.spool(f)(x)[1], {"x": TABLE, "rows": rows})
+        same(lox.spool(f, reduce="mean")(x)[1], {"x": TABLE, "rows": rows[1]})
+        same(
+            [dict(b) for b in collected(lambda: f(x), argnames="rows", buffer=2)],
+            [{"rows": rows[:2]}, {"rows": rows[2:]}],
+        )
+
+
+@each_kind
+@pytest.mark.parametrize("options", [{}, {"reduce": "max"}, {"interval": 2}], ids=str)
+def test_one_key_over_two_mesh_axes_of_one_size(kind: AxisType, options: Any) -> None:
+    mesh = mesh_of(kind, (2, 2), ("a", "b"))
+
+    def over(axis: str, x: Any) -> Any:
+        x = jax.sharding.reshard(x, P(axis)) if kind == AxisType.Explicit else x
+        body = lambda x: (lox.log({"s": x.sum()}), x)[1]  # noqa: E731
+        return jax.shard_map(body, mesh=mesh, in_specs=P(axis), out_specs=P(axis))(x)
+
+    with use(mesh):
+        assert lox.spool(jax.jit(lambda x: over("a", over("a", x))), **options)(TABLE)[1]["s"].shape[-1] == 2
+        with pytest.raises(
+            lox.MismatchError, match=r"2 lanes \(mesh axes a\), and then . lanes \(mesh axes (a, )?b\), at"
+        ):
+            lox.spool(jax.jit(lambda x: over("b", over("a", x))), **options)(TABLE)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@each_kind
+@pytest.mark.parametrize("context, jit", [(True, True), (True, False), (False, True)])  # as far as JAX goes by itself
+def test_gradients_of_sharded_values(kind: AxisType, context: bool, jit: bool) -> None:
+    mesh = mesh_of(kind)
+
+    def loss(w: Any, x: Any) -> Any:
+        y = lox.log_grad("dy", w * x)
+        lox.log({"y": y, "norm": (y * y).sum()})
+
+        def step(c: Any, i: Any) -> Any:
+            lox.log({"c": c.sum()}, step=i)
+            return c * 2, None
+
+        return lax.scan(step, y, jnp.arange(2))[0].sum()
+
+    grad = jax.jit(jax.grad(loss)) if jit else jax.grad(loss)
+    spooled = jax.grad(lambda w, x: lox.spool(loss)(w, x), has_aux=True)
+    y = X * (X + 1)
+    primal = {"y": y, "norm": f32((y * y).sum()), "c": f32([y.sum(), 2 * y.sum()])}
+    with within(mesh, context):
+        w, x = put(X + 1, mesh), put(X, mesh)
+        out, logs = lox.spool(grad)(w, x)
+        same(out, 4 * X)
+        same(dict(logs), {**primal, "dy": f32([4] * 8)})
+        out, logs = (jax.jit(spooled) if jit else spooled)(w, x)
+        same(out, 4 * X)
+        same(dict(logs), primal)
+        same(lox.spool(grad, "c", reduce="mean")(w, x)[1], {"c": f32(1.5 * y.sum())})
+        same([dict(logs) for logs in collected(lambda: grad(w, x), argnames="c")], [{"c": c} for c in primal["c"]])
+
+
 # --- meshes as context ----------------------------------------------------------------------------
 
 
@@ -487,6 +607,42 @@ def test_transformed_inside_lanes_over_a_mesh(program: Any, kind: AxisType) -> N
         jax.block_until_ready(tapped(LANES))
         jax.effects_barrier()
         same(found, [dict(logs) for logs in received])
+
+
+NOT_AROUND = [(AxisType.Explicit, False), (AxisType.Auto, False), (AxisType.Auto, True)]
+
+
+@jitted_or_not
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("kind, spmd", NOT_AROUND, ids=["explicit", "auto", "spmd_axis_name"])
+def test_lanes_over_a_mesh_that_only_the_arrays_know(program: Any, kind: AxisType, spmd: bool, jit: bool) -> None:
+    """Or vmap, which can be told the name of the axis that is for its lanes."""
+    mesh = mesh_of(kind)
+    wrap = jax.jit if jit else lambda f: f
+    f = wrap(jax.vmap(program, spmd_axis_name="d" if spmd else None))
+
+    def everything(f: Any, x: Any) -> list[Any]:
+        results = []
+        for options in ({"capacity": 20}, {"reduce": "mean"}):
+            out, logs = lox.spool(f, **options)(x)
+            results += [out, dict(logs.compact()), logs.compact().steps]
+        results.append([dict(logs) for logs in collected(lambda: f(x))])
+        return jax.tree.map(np.asarray, results)
+
+    expected = everything(wrap(jax.vmap(program)), LANES)
+    same(everything(f, put(LANES, mesh)), expected)
+
+
+@each_kind
+@pytest.mark.parametrize("reduce", ["mean", "std", "min", "sum"])
+def test_reduced_lanes_outside_of_jit(kind: AxisType, reduce: str) -> None:
+    def f(x: Any) -> Any:
+        lox.log({"x": x, "pair": x * jnp.ones(2)}, weight=x + 1)
+        lox.log({"x": 3 * x}, weight=x + 1, where=x > 3)
+        return x
+
+    expected = jax.tree.map(np.asarray, dict(lox.spool(jax.vmap(f), reduce=reduce)(LANES)[1]))
+    same(dict(lox.spool(jax.vmap(f), reduce=reduce)(put(LANES, mesh_of(kind)))[1]), expected)
 
 
 class Recorder(lox.Logger):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lox._histogram import Histogram
@@ -110,7 +111,8 @@ def plain(x: np.ndarray, valid: np.ndarray | None = None) -> Any:
         return [plain(item, mask) for item, mask in zip(x, valid, strict=True)]
     if valid is not None and not valid:
         return None
-    if x.dtype.kind in "biu" or x.dtype == np.float64:
+    small = x.dtype.kind == "V" and jnp.issubdtype(x.dtype, np.integer)  # int4, which NumPy does not know by itself
+    if small or x.dtype.kind in "biu" or x.dtype == np.float64:
         return x.tolist()
     if x.ndim > 1:
         return [plain(item) for item in x]
