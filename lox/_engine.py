@@ -239,8 +239,11 @@ class Run:
             except Grown as grown:
                 if grown.owner is not self:
                     raise
+                before = _signature(self.state)
                 with _compat.own_transfers():
                     self.handler.extend(self, grown.struct)
+                if _signature(self.state) == before:  # and so it would be for ever
+                    raise _errors.unsettled(self.keys or self.state) from None
 
 
 def types_of(tree: Any) -> Any:

@@ -207,6 +207,14 @@ def exported(keys: Iterable[str], site: str) -> TransformError:
     )
 
 
+def unsettled(keys: Iterable[str]) -> TransformError:
+    """For a block that never leaves the state of its keys with the type it found: a mistake of lox's, but no hang."""
+    return TransformError(
+        f"cannot trace a block that logs {listing(keys)}: what is kept of it changes its type each time.\n"
+        "Please report this. Until then, `lox.tap` without options keeps nothing."
+    )
+
+
 def runs_later(fun: Any, what: str) -> LogTypeError:
     """For a generator or a coroutine: its body runs when it is used, and not when it is called."""
     name = getattr(fun, "__name__", repr(fun))

@@ -490,3 +490,20 @@ def test_a_function_whose_body_runs_later():
             transform(squares)(3)
     _, logs = lox.spool(lambda: sum(squares(3)))()
     assert logs["i"].tolist() == [0, 1, 2]
+
+
+def test_a_state_that_never_settles_is_an_error_and_not_a_hang() -> None:
+    from lox._engine import Grown, Handler, Run
+
+    class Stubborn(Handler):
+        def extend(self, run: Run, struct: Any) -> None:
+            pass
+
+    run = Run(Stubborn(), {"x": jnp.zeros(2)})
+
+    def attempt(state: Any) -> Any:
+        raise Grown(run, state)
+
+    text = "cannot trace a block that logs 'x': what is kept of it changes its type each time"
+    with pytest.raises(lox.TransformError, match=text):
+        run.settle(attempt)
