@@ -12,6 +12,7 @@ import os
 import sys
 import types
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -771,6 +772,42 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     return frozenset(getattr(aval, "vma", ()))
 
 
+def varying_over(values: Any) -> frozenset[Any]:
+    """The mesh axes over which any of these values varies."""
+    return frozenset().union(*[varying_axes(aval_of(x)) for x in values])
+
+
+def is_first(axes: Iterable[Any]) -> Any:
+    """Inside shard_map: whether a device is the first along all of these axes."""
+    return sum(lax.axis_index(name) for name in sorted(axes)) == 0
+
+
+def is_without_order() -> bool:
+    """Whether host calls made here cannot be ordered: not where some axes of the mesh are manual and others are not.
+
+    The XLA of JAX 0.8 to 0.10 ends the process when the token that keeps the order enters there.
+    """
+    kinds = set(_axis_types().values())
+    return jax.sharding.AxisType.Manual in kinds and len(kinds) > 1
+
+
+def axes_without_host_calls() -> list[str]:
+    """The explicit axes of a mesh because of which nothing can be sent to the host from here."""
+    return _explicit_beside_manual() if jax.__version_info__ < (0, 11) else []  # XLA could not lower it before
+
+
+def _explicit_beside_manual() -> list[str]:
+    types = _axis_types()
+    manual = jax.sharding.AxisType.Manual in types.values()
+    return [n for n, kind in types.items() if manual and kind == jax.sharding.AxisType.Explicit]
+
+
+def _axis_types() -> dict[str, Any]:
+    """The kind of each axis of the mesh that is around."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
 def array_type(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
     """The type of arrays of this shape, dtype and explicit sharding."""
     return jax.core.ShapedArray(shape, dtype, sharding=sharding)
@@ -876,6 +913,8 @@ def _reshard(x: Any, sharding: Any) -> Any:
             sharding = jax.sharding.NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
         else:
             return jax.device_put(x, sharding)  # 0.7 reshards only what is on the devices already
+    elif is_evaluating() and not isinstance(x, Tracer):
+        return x  # types do not know the devices; JAX moves what is not committed to any
     return jax.sharding.reshard(x, sharding)
 
 
@@ -1303,12 +1342,10 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
                 return []
 
             def call_from_first(*arrays: Any) -> list[Any]:
-                first = sum(lax.axis_index(name) for name in rest) == 0
-                return lax.cond(first, call, lambda *arrays: [], *arrays)
+                return lax.cond(is_first(rest), call, lambda *arrays: [], *arrays)
 
             def emit(token: Any, *arrays: Any) -> Any:
-                explicit = any(explicit_axes(aval_of(x)) for x in arrays)
-                if explicit and jax.__version_info__ >= (0, 11):  # before, XLA cannot lower it
+                if _explicit_beside_manual():
                     # JAX does not gather over axes that are in types.
                     arrays = tuple(_whole(x) for x in arrays)
                     specs = (jax.sharding.PartitionSpec(),) * len(arrays)

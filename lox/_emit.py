@@ -45,7 +45,7 @@ def emit(deliver: Deliver, event: Event, token: Any = None, conditional: bool = 
     With `conditional` the event's mask is looked at on the device, and the host is called only if it happened.
     """
     for key, leaves in event.values.items():
-        _check_reduced(key, event.site, leaves)
+        _check_reachable(key, event.site, leaves)
     operands, meta = event.replace(weight=None).to_operands()
     return _bind(deliver, OneEvent(meta), operands, token, conditional)
 
@@ -54,12 +54,37 @@ def emit_block(deliver: Deliver, series: Iterable[Series], token: Any, condition
     """The same for several events of each key, which come with an event axis."""
     series = list(series)
     for x in series:
-        _check_reduced(x.key, str(x.site), x.values)
+        _check_reachable(x.key, str(x.site), x.values)
     leaves, treedef = jax.tree.flatten([x.expanded() for x in series])
     return _bind(deliver, Block(treedef), leaves, token, conditional)
 
 
-def _check_reduced(key: str, site: str, leaves: list[Laned]) -> None:
+def once(emit: Callable[[list[str], Any], Any], parts: dict[str, Any], alike: frozenset[Any], token: Any) -> Any:
+    """Emit keys, `emit(keys, token)`, given all that leaves with each of them; returns the next token.
+
+    What is the same on all devices along some mesh axes of a shard_map leaves from the first of them: with what varies,
+    if that leaves too. `alike` are the axes along which devices differ only in what has a type that says so.
+    """
+    groups: dict[frozenset[Any], list[str]] = {}
+    for key, part in parts.items():
+        groups.setdefault(alike - _compat.varying_over(jax.tree.leaves(part)) if alike else alike, []).append(key)
+    from_all = groups.pop(frozenset(), [])
+    if from_all and len(groups) != 1:
+        token, from_all = emit(from_all, token), []
+    for axes, keys in groups.items():
+        from_first = [key for key in parts if key in (*keys, *from_all)]
+        token = jax.lax.cond(
+            _compat.is_first(axes),
+            functools.partial(emit, from_first),
+            functools.partial(emit, from_all) if from_all else lambda token: token,
+            token,
+        )
+    return token
+
+
+def _check_reachable(key: str, site: str, leaves: list[Laned]) -> None:
+    if axes := _compat.axes_without_host_calls():
+        raise _errors.partly_explicit(key, site, axes)
     for x in leaves:
         if axes := _compat.unreduced_axes(x.tree):
             raise _errors.unreduced(key, site, axes)  # XLA would end the process
@@ -68,18 +93,16 @@ def _check_reduced(key: str, site: str, leaves: list[Laned]) -> None:
 def _bind(deliver: Deliver, packet: Any, operands: list[Any], token: Any, conditional: bool) -> Any:
     operands = [jax.random.key_data(x) if _arrays.is_prng_key(x.dtype) else x for x in operands]
     token = new_token() if token is None else token
-    return emit_p.bind(token, *operands, deliver=deliver, packet=packet, conditional=conditional)[0]
+    ordered = getattr(deliver, "ordered", False) and not _compat.is_without_order()
+    params = dict(deliver=deliver, packet=packet, conditional=conditional, ordered=ordered)
+    return emit_p.bind(token, *operands, **params)[0]
 
 
 @emit_p.def_effectful_abstract_eval
-def _abstract_eval(token: Any, *avals: Any, deliver: Deliver, packet: Any, conditional: bool) -> Any:
-    del avals, packet, conditional
-    return [token], _compat.host_call_effects if is_ordered(deliver) else {_compat.emit_effect}
-
-
-def is_ordered(deliver: Deliver) -> bool:
-    """Whether events come in program order with respect to all other host calls that do, and not only to each other."""
-    return getattr(deliver, "ordered", False)
+def _abstract_eval(token: Any, *avals: Any, ordered: bool, **params: Any) -> Any:
+    # In program order with respect to all other host calls that are, or only to those that the token passes through.
+    del avals, params
+    return [token], _compat.host_call_effects if ordered else {_compat.emit_effect}
 
 
 # --- what travels --------------------------------------------------------------------------------
@@ -277,8 +300,8 @@ def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[...,
 
 
 @emit_p.def_impl
-def _impl(token: Any, *operands: Any, deliver: Deliver, packet: Any, conditional: bool) -> list[Any]:
-    del conditional
+def _impl(token: Any, *operands: Any, deliver: Deliver, packet: Any, **params: Any) -> list[Any]:
+    del params
     with _compat.own_transfers():
         # The token first: once it is there, what was emitted before has arrived, and no computation is under way with
         # which the conversions could get into each other's way.
@@ -289,9 +312,10 @@ def _impl(token: Any, *operands: Any, deliver: Deliver, packet: Any, conditional
         return [token if new is order else jnp.asarray(new)]
 
 
-def _lower(ctx: Any, *operands: Any, deliver: Deliver, packet: Any, conditional: bool) -> Any:
+def _lower(ctx: Any, *operands: Any, deliver: Deliver, packet: Any, conditional: bool, ordered: bool) -> Any:
     if conditional:
-        return mlir.lower_fun(_emit_if_happened, multiple_results=True)(ctx, *operands, deliver=deliver, packet=packet)
+        params = dict(deliver=deliver, packet=packet, ordered=ordered)
+        return mlir.lower_fun(_emit_if_happened, multiple_results=True)(ctx, *operands, **params)
     call = _host_call(deliver, packet, [len(a.shape) for a in ctx.avals_in[1:]])
 
     def numbered(*arrays: Any) -> tuple[Any]:

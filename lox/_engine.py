@@ -166,10 +166,13 @@ class Run:
     `keys` has them in order of first appearance, and whether an event is certain to happen.
     `unbounded` says that the block repeats an unknown number of times, so that nothing can be stacked.
     `path` is that of the scopes around the block, and `inside` that of the scopes around the equation under way.
+    `alike` are the mesh axes along which all devices run the block, and differ only in values whose types say so.
     """
 
-    def __init__(self, handler: Handler, state: Any, unbounded: bool = False, path: str = ""):
-        self.handler, self.state, self.unbounded, self.path = handler, state, unbounded, path
+    def __init__(
+        self, handler: Handler, state: Any, unbounded: bool = False, path: str = "", alike: frozenset[Any] = frozenset()
+    ):
+        self.handler, self.state, self.unbounded, self.path, self.alike = handler, state, unbounded, path, alike
         self.pieces: list[Any] = []
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers of each key at the outermost level
@@ -187,9 +190,13 @@ class Run:
         """Whether an event comes from a loop that is none to JAX, because jit is disabled."""
         return _compat.in_python_loop(run_function.__code__)
 
-    def block(self, state: Any, unbounded: bool = False) -> "Run":
-        """A run for a block inside this one."""
-        return Run(self.handler, state, self.unbounded or unbounded, self.inside)
+    def block(self, state: Any, unbounded: bool = False, decision: Any = None) -> "Run":
+        """A run for a block inside this one, which runs if a value of that type says so."""
+        return Run(self.handler, state, self.unbounded or unbounded, self.inside, self.alike_after(decision))
+
+    def alike_after(self, decision: Any) -> frozenset[Any]:
+        """Along which mesh axes all devices still do the same, if a value of that type decides."""
+        return self.alike if decision is None else self.alike - _compat.varying_axes(decision)
 
     def take(self, meta: Meta, operands: Any) -> None:
         """Hand an event to the handler."""
@@ -732,12 +739,12 @@ class Transformed:
     struct: Any
     piece: Any
 
-    def __init__(self, handler: Handler, jaxpr: Any, state: Any, unbounded: bool, path: str):
+    def __init__(self, handler: Handler, jaxpr: Any, state: Any, *block: Any):
         leaves, state_tree = jax.tree.flatten(state)
         self.outs = len(_compat.out_avals(jaxpr))
 
         def flat(*args: Any) -> list[Any]:
-            run = Run(handler, jax.tree.unflatten(state_tree, args[: len(leaves)]), unbounded, path)
+            run = Run(handler, jax.tree.unflatten(state_tree, args[: len(leaves)]), *block)
             with _compat.given_up_by(Retrace):
                 outs = interpret(run, jaxpr, args[len(leaves) :])
             state_out, piece = jax.tree.leaves(run.state), run.piece()
@@ -766,15 +773,17 @@ class Transformed:
 _transformed: Any = weakref.WeakKeyDictionary()
 
 
-def transformed(run: Run, jaxpr: Any, state: Any, once: bool = False) -> Transformed:
+def transformed(run: Run, jaxpr: Any, state: Any, once: bool = False, decision: Any = None) -> Transformed:
     """The transformed jaxpr, made once: XLA recognises a program by the identity of its jaxpr.
 
-    If it is run `once`, its state may come out with another type than it goes in.
+    If it is run `once`, its state may come out with another type than it goes in. If it is run only where a value says
+    so, `decision` is the type of that.
     """
     cache = _transformed.setdefault(jaxpr, {})
-    key = (run.handler, run.unbounded, run.inside, _signature(state), _compat.debugged())
+    block = (run.unbounded, run.inside, run.alike_after(decision))
+    key = (run.handler, block, _signature(state), _compat.debugged())
     if key not in cache:
-        cache[key] = Transformed(run.handler, jaxpr, state, run.unbounded, run.inside)
+        cache[key] = Transformed(run.handler, jaxpr, state, *block)
     found = cache[key]
     if found.grown and not (once and run.handler.allows(run, found.struct)):
         raise Grown(run, found.struct)

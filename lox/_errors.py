@@ -158,6 +158,17 @@ def unreduced(key: str, site: str, axes: Iterable[str]) -> LogTypeError:
     )
 
 
+def partly_explicit(key: str, site: str, axes: Iterable[str]) -> TransformError:
+    """For a host call that JAX has no way to make."""
+    where = f"  logged at {site}\n" if site else ""
+    return TransformError(
+        f"cannot send {key!r} to the host from a shard_map that is manual over some mesh axes while {listing(axes)} "
+        f"are explicit: JAX before 0.11 has no host calls there.\n{where}"
+        "Either let the others be automatic:   jax.make_mesh(..., axis_types=(AxisType.Auto, ...))\n"
+        "or return the logs:                   lox.spool(f)"
+    )
+
+
 def cannot_write(file: object, error: OSError, way_out: str) -> StoreError:
     """For what the operating system refuses to write."""
     # With one argument, so that the message is ours and not "[Errno 28] ...".

@@ -224,7 +224,7 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
 
             def body(carry: Any) -> Any:
                 state, c, pred, n = carry
-                inner = run.block(state, unbounded=True)
+                inner = run.block(state, unbounded=True, decision=decision)
                 with _compat.given_up_by(Retrace):
                     c, pred = step(inner, c, pred)
                     run.require_type(inner, state)
@@ -233,7 +233,7 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
 
             n = None if limit is None else jnp.zeros((), jnp.int32)
             state, carry, pred_out, _ = lax.while_loop(go_on, body, (state, c, pred, n))
-            run.absorb(_varying_like(decision, state), (), keys)
+            run.absorb(_decided(run, decision, [cond_jaxpr, body_jaxpr], state), (), keys)
             return carry, pred_out
 
         return run.settle(attempt)
@@ -285,6 +285,12 @@ def _varying_like(decision: Any, tree: Any) -> Any:
     return map_laned(lambda x, _: x.map(lambda a: _compat.vary_over(a, axes)), tree) if axes else tree
 
 
+def _decided(run: Run, decision: Any, jaxprs: Sequence[Any], state: Any) -> Any:
+    """The same for the state that these jaxprs have left, as far as it concerns what they log."""
+    inside, rejoin = run.handler.split_state(state, set().union(*[_logged_keys(run, jaxpr) for jaxpr in jaxprs]))
+    return rejoin(_varying_like(decision, inside))
+
+
 # --- branches ------------------------------------------------------------------------------------
 
 
@@ -307,7 +313,7 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
 
     def attempt(state: Any) -> list[Any]:
         state = _compat.on_mesh_of(args, state)
-        entries = [transformed(run, branch, state) for branch in params["branches"]]
+        entries = [transformed(run, branch, state, decision=_compat.aval_of(index)) for branch in params["branches"]]
         jaxprs, first = [e.jaxpr for e in entries], entries[0]
         leaves, types = jax.tree.leaves(state), _compat.in_avals(first.jaxpr)
         treedef = jax.tree.structure(first.piece)
@@ -331,9 +337,10 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
         n_state = len(jax.tree.leaves(first.struct))
         outs, state, piece = flat[: first.outs], flat[first.outs : first.outs + n_state], flat[first.outs + n_state :]
         keys = {k: all(e.keys.get(k, False) for e in entries) for e in entries for k in e.keys}
-        left = jax.tree.unflatten(jax.tree.structure(first.struct), state), jax.tree.unflatten(treedef, piece)
-        state, piece = _varying_like(jax.typeof(index), left)
-        run.absorb(state, piece, keys)
+        decision = jax.typeof(index)
+        state = jax.tree.unflatten(jax.tree.structure(first.struct), state)
+        piece = _varying_like(decision, jax.tree.unflatten(treedef, piece))
+        run.absorb(_decided(run, decision, params["branches"], state), piece, keys)
         return list(outs)
 
     return run.settle(attempt)
@@ -587,6 +594,8 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
         def body(given: Any, *xs: Any) -> Any:
             given = map_laned(enter, given)
             inner = run.block(given)
+            # Unless JAX checks what varies, types do not tell: not of the axes around either.
+            inner.alike = inner.alike | manual if check else frozenset()
             with _compat.given_up_by(Retrace):
                 outs = interpret(inner, jaxpr, xs)
                 try:

@@ -244,7 +244,12 @@ class Stream(Handler):
         return dataclasses.replace(self.collect, keep_logs=False)
 
     def _emit(self, run: Run, event: Event) -> None:
-        run.state = {**run.state, "token": _emit.emit(self.deliver, self.leaving(run, event), run.state["token"])}
+        def emit(keys: list[str], token: Any) -> Any:
+            return _emit.emit(self.deliver, self.leaving(run, event.only(keys)), token)
+
+        shared = [*event.steps.values(), event.mask]
+        token = _emit.once(emit, {k: [*x, *shared] for k, x in event.values.items()}, run.alike, run.state["token"])
+        run.state = {**run.state, "token": token}
 
     def leaving(self, run: Run, event: Event) -> Event:
         """An event as it leaves for the host."""
@@ -257,23 +262,30 @@ class Stream(Handler):
         return series
 
     def _emit_if_due(self, run: Run, event: Event, interval: int) -> None:
-        counts, due = dict(run.state["counts"]), []
+        counts, due = dict(run.state["counts"]), {}
         for key in event.values:
             counter = counts.get(key) or Tick()
-            due.append(counter.count.map(lambda n: n % interval == 0))
+            due[key] = counter.count.map(lambda n: n % interval == 0)
             counts[key] = counter.take(key, event)
-        mask = event.mask or Laned(jnp.ones((), bool))
-        lanes = _lanes.union(*[_lanes.lanes_of(x) for x in [mask, *due]])
-        assert lanes is not None  # the counters have taken the event
-        any_due = functools.reduce(operator.or_, [_lanes.widen(x, lanes).tree for x in due])
-        event = event.prefixed(self.prefix)
-        event = event.replace(
-            values={**event.values, _DUE: due},
-            treedefs={**event.treedefs, _DUE: jax.tree.structure([0] * len(due))},
-            reductions={**event.reductions, _DUE: None},
-            mask=Laned(_lanes.widen(mask, lanes).tree & any_due, lanes.flags),
-        )
-        token = _emit.emit(self.deliver, self.leaving(run, event), run.state["token"], conditional=True)
+
+        def emit(keys: list[str], token: Any) -> Any:
+            due_now = [due[k] for k in keys]
+            mask = event.mask or Laned(jnp.ones((), bool))
+            lanes = _lanes.union(*[_lanes.lanes_of(x) for x in [mask, *due_now]])
+            assert lanes is not None  # the counters have taken the event
+            any_due = functools.reduce(operator.or_, [_lanes.widen(x, lanes).tree for x in due_now])
+            leaving = event.only(keys).prefixed(self.prefix)
+            leaving = leaving.replace(
+                values={**leaving.values, _DUE: due_now},
+                treedefs={**leaving.treedefs, _DUE: jax.tree.structure([0] * len(due_now))},
+                reductions={**leaving.reductions, _DUE: None},
+                mask=Laned(_lanes.widen(mask, lanes).tree & any_due, lanes.flags),
+            )
+            return _emit.emit(self.deliver, self.leaving(run, leaving), token, conditional=True)
+
+        shared = [*event.steps.values(), event.mask]
+        parts = {k: [*x, *shared, due[k]] for k, x in event.values.items()}
+        token = _emit.once(emit, parts, run.alike, run.state["token"])
         run.state = {**run.state, "token": token, "counts": counts}
 
     # --- blocks of events ---
@@ -309,11 +321,14 @@ class Stream(Handler):
         """Emit several events of each key in one call; those that stand for several already leave at once."""
         if stacked or reduced:
             order = {key: n for n, key in enumerate(run.keys)}
-            series = sorted([*stacked, *reduced], key=lambda s: order.get(s.key, len(order)))
-            named = [self.series_leaving(run, dataclasses.replace(s, key=self.prefix + s.key)) for s in series]
+            series = {s.key: s for s in sorted([*stacked, *reduced], key=lambda s: order.get(s.key, len(order)))}
             deliver = AtOnce(self.deliver, frozenset(self.prefix + s.key for s in reduced))
-            token = _emit.emit_block(deliver, named, run.state["token"], conditional and not stacked)
-            run.state = {**run.state, "token": token}
+
+            def emit(keys: list[str], token: Any) -> Any:
+                named = [self.series_leaving(run, dataclasses.replace(series[k], key=self.prefix + k)) for k in keys]
+                return _emit.emit_block(deliver, named, token, conditional and not stacked)
+
+            run.state = {**run.state, "token": _emit.once(emit, series, run.alike, run.state["token"])}
 
     def take_reduced(self, run: Run, at: dict[str, int]) -> list[Series]:
         """The reductions of these keys, if they are of at least so many events; they begin anew."""

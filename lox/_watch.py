@@ -106,7 +106,11 @@ class Watch(Handler):
                 fails &= _lanes.widen(x, lanes).tree
             failed = jnp.any(run.state["failed"].tree)
             named = named.only(selected).replace(mask=Laned(fails & ~failed, lanes.flags))
-            token = _emit.emit(Report(self.deliver, event.site), named, run.state["token"], conditional=True)
+
+            def report(_: Any, token: Any) -> Any:
+                return _emit.emit(Report(self.deliver, event.site), named, token, conditional=True)
+
+            token = _emit.once(report, {"": [named.values, named.steps, named.mask]}, run.alike, run.state["token"])
             run.state = {"token": token, "failed": Laned(failed | jnp.any(fails))}
         bind(event)
 

@@ -14,6 +14,10 @@ os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 ).strip()
+if os.environ["JAX_PLATFORMS"] != "cpu":
+    # Where the one result of a program is also what a host call is computed from, XLA for GPUs ends the process (JAX
+    # 0.11), for `jax.debug.callback` as for the default sink; not without this pass.
+    os.environ["XLA_FLAGS"] += " --xla_disable_hlo_passes=multi_output_fusion"
 os.environ.pop("LOX_SINK", None)
 # An int that silently becomes a float somewhere in lox would change users' values.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")

@@ -302,6 +302,9 @@ def test_numbers_of_less_than_a_byte(capsys, wrap, dtype):
         lox.log({"x": x})
         jax.lax.scan(lambda c, y: (lox.log({"y": y}), (c, None))[1], 0, ys)
 
+    if jax.default_backend() != "cpu":
+        pytest.skip("XLA for GPUs cannot take a slice of such numbers that is no whole number of bytes")
+
     x = np.asarray([1, 0, 1, 1, 0]).astype(dtype)
     ys = np.stack([x, x[::-1]])
     args = jnp.asarray(x), jnp.asarray(ys)

@@ -322,14 +322,10 @@ def test_a_nested_shard_map_that_is_run_at_once() -> None:
 @each_kind
 @jitted_or_not
 def test_a_shard_map_that_is_manual_over_some_axes(kind: AxisType, jit: bool) -> None:
-    if jax.__version_info__ < (0, 11) and kind == AxisType.Explicit:
-        pytest.skip("before JAX 0.11 there are no callbacks where some axes are manual and others explicit")
-    if (0, 8) <= jax.__version_info__ < (0, 11):
-        pytest.skip("the XLA of JAX 0.10 aborts when a token enters a shard_map that is manual over some axes only")
     mesh = mesh_of(kind, (2, 2), ("a", "b"))
 
     def body(x: Any) -> Any:
-        lox.log({"x": x})
+        lox.log({"x": x, "total": lax.psum(x.sum(), "a")})
         return x * 2
 
     f = jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
@@ -341,14 +337,110 @@ def test_a_shard_map_that_is_manual_over_some_axes(kind: AxisType, jit: bool) ->
         same(lox.nolog(f)(given), x * 2)
         out, logs = lox.spool(f)(given)
         same(out, x * 2)
-        same(logs, {"x": x.reshape(2, 2, 4)})
-        received: list[Any] = []
-        same(lox.tap(f, received.append)(given), x * 2)
-        jax.effects_barrier()
-        assert sorted(logs["x"].tolist() for logs in received) == halves
+        same(logs, {"x": x.reshape(2, 2, 4), "total": f32(120)})
+        if jax.__version_info__ < (0, 11) and kind == AxisType.Explicit:
+            for g in (lox.tap(f, print), lox.tap(f, print, buffer=2)):
+                with pytest.raises(
+                    lox.TransformError, match=r"'x' to the host .* JAX before 0\.11 .*\n  logged at test_"
+                ):
+                    g(given)
+            return
+        for options in ({}, {"buffer": 2}):
+            received = collected(lambda: f(given), **options)
+            assert sorted(np.asarray(logs["x"]).reshape(2, 4).tolist() for logs in received) == halves
+            assert [float(np.asarray(logs["total"]).item()) for logs in received if "total" in logs] == [120]
         with lox.testing.capture() as events:
             same(f(given), x * 2)
+            jax.effects_barrier()
         assert sorted(logs["x"].tolist() for logs in events) == halves
+
+
+ONCE = {"local": 4, "total": 1, "c": 12, "i": 3, "mine": 1, "ours": 1, "while": 6, "jitted": 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"buffer": 2}, {"interval": 1}, {"interval": 1, "buffer": 2}], ids=str)
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+@each_kind
+@jitted_or_not
+def test_what_all_devices_have_comes_once(kind: AxisType, jit: bool, check: bool, options: dict[str, Any]) -> None:
+    """From the first of them, unless the devices decide for themselves whether it happens at all."""
+    mesh = mesh_of(kind)
+
+    def body(x: Any) -> Any:
+        total, me = lax.psum(x.sum(), "d"), lax.axis_index("d")
+        lox.log({"local": x.sum(), "total": total})
+        lax.scan(lambda c, i: (lox.log({"c": c.sum(), "i": i}), (c + 1, None))[1], x, jnp.arange(3))
+        lax.cond(me == 2, lambda: (lox.log({"mine": 5.0}), None)[1], lambda: None)
+        lax.cond(total > 0, lambda: (lox.log({"ours": 5.0}), None)[1], lambda: None)
+        lax.while_loop(lambda n: n < me, lambda n: (lox.log({"while": 1.0}), n + 1)[1], me * 0)
+        jax.jit(lambda: (lox.log({"jitted": 1.0}), 0)[1])()
+        return x
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check)
+    f, x = jax.jit(f) if jit else f, put(X, mesh)
+    counts: dict[str, int] = {}
+    for logs in collected(lambda: f(x), **options):
+        for key, value in logs.items():
+            counts[key] = counts.get(key, 0) + np.asarray(value).size
+    # What types do not tell, every device reports.
+    shared = dict.fromkeys(["total", "ours", "jitted"], 4) | {"i": 12}
+    assert counts == (ONCE if check else ONCE | shared)
+
+
+@each_kind
+def test_what_is_the_same_along_one_of_two_axes(kind: AxisType) -> None:
+    mesh = mesh_of(kind, (2, 2), ("a", "b"))
+
+    def body(x: Any) -> Any:
+        row, column, total = (lax.psum(x.sum(), axes) for axes in ("b", "a", ("a", "b")))
+        lox.log({"x": x.sum(), "row": row, "column": column, "total": total})
+        lox.log({"both": row, "sum": total}, step=0)
+        return x
+
+    f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b")))
+    x = put(np.arange(4, dtype=np.float32).reshape(2, 2), mesh, "a", "b")
+    received = collected(lambda: f(x))
+    for key, expected in {"x": [0, 1, 2, 3], "row": [1, 5], "column": [2, 4], "total": [6], "both": [1, 5]}.items():
+        assert sorted(float(logs[key]) for logs in received if key in logs) == expected, key
+    assert sum("sum" in logs for logs in received) == 1
+
+
+@each_kind
+def test_a_value_that_fails_on_all_devices_is_reported_once(kind: AxisType) -> None:
+    mesh = mesh_of(kind)
+
+    def body(x: Any) -> Any:
+        lox.log({"total": jnp.log(-lax.psum(x.sum(), "d"))})
+        return x
+
+    f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
+    errors: list[Any] = []
+    jax.block_until_ready(lox.watch(f, errors.append)(put(X, mesh)))
+    jax.effects_barrier()
+    assert [e.key for e in errors] == ["total"]
+
+
+@each_kind
+@pytest.mark.parametrize("first", ["scan", "cond"])
+def test_a_reduction_is_of_one_value_unless_devices_decide(kind: AxisType, first: str) -> None:
+    mesh = mesh_of(kind)
+
+    def body(x: Any) -> Any:
+        me = lax.axis_index("d")
+        parts = [
+            lambda: lax.scan(lambda c, i: (lox.log({"i": i, "both": i}), (c, None))[1], 0, jnp.arange(3)),
+            lambda: lax.cond(me == 2, lambda: (lox.log({"mine": 5, "both": 5}), None)[1], lambda: None),
+        ]
+        for part in parts if first == "scan" else parts[::-1]:
+            part()
+        return x
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    _, logs = lox.spool(f, reduce="sum")(put(X, mesh))
+    same({k: logs[k] for k in ("i", "both")}, {"i": i32(3), "both": i32([3, 3, 8, 3])})
+    assert logs.lane(2)["mine"] == 5
+    blocks = collected(lambda: f(put(X, mesh)), reduce="sum", buffer=2)
+    assert sum(int(np.asarray(logs["i"]).sum()) for logs in blocks if "i" in logs) == 3
 
 
 UNREDUCED = r"""cannot send .y. to the host: it is unreduced over the mesh axes .d., each device has one term .*\.

@@ -755,10 +755,11 @@ def test_jet(jit: bool, capsys: Any) -> None:
         return lambda x: jet(fun, (x,), ((1.0, 0.0),))
 
     def check(out: Any) -> None:
-        np.testing.assert_allclose(np.asarray(jax.tree.leaves(out)), np.asarray(jax.tree.leaves(expected)), rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(jax.tree.leaves(out)), np.asarray(jax.tree.leaves(expected)), rtol=1e-5)
 
     check(taylor(g)(2.0))
-    assert capsys.readouterr().out == "{'x': 2.0} step=3.0\n{'y': 4.0}\n"
+    jax.effects_barrier()
+    assert sorted(capsys.readouterr().out.splitlines()) == ["{'x': 2.0} step=3.0", "{'y': 4.0}"]
     for spooled in (lox.spool(taylor(g)), jax.jit(lox.spool(taylor(g)))):
         out, logs = spooled(2.0)
         check(out)
