@@ -99,11 +99,21 @@ class Lanes(NamedTuple):
         """The sizes of the axes that are there."""
         return tuple(size for flag, size in zip(self.flags, self.sizes, strict=True) if flag)
 
+    def within(self, depth: int) -> "Lanes":
+        """With that many flags: what only knows of devices is the same for all vmaps inside of their shard_map."""
+        more = depth - len(self.flags) if _only_devices(self.flags) else 0
+        shardings = (*self.shardings, *[None] * more) if self.shardings else ()
+        return Lanes((*self.flags, *[False] * more), (*self.sizes, *[0] * more), shardings) if more else self
+
     def __str__(self) -> str:
         sizes, names = self.present(), [str(flag) for flag in self.flags if isinstance(flag, Vmap)]
         names += [f"mesh axes {', '.join(flag)}" for flag in self.flags if flag and isinstance(flag, tuple)]
         text = f"{' × '.join(map(str, sizes))} lanes" if sizes else "no lanes"
         return f"{text} ({'; '.join(names)})" if names else text
+
+
+def _only_devices(flags: Flags) -> bool:
+    return bool(flags) and all(isinstance(flag, tuple) for flag in flags)
 
 
 def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
@@ -124,6 +134,7 @@ def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
 def union(*lanes: Lanes) -> Lanes | None:
     """Lanes wide enough for all; None where sizes, names or nesting depths cannot be reconciled."""
     depth = max((len(x.flags) for x in lanes), default=0)
+    lanes = tuple(x.within(depth) for x in lanes)
     present = [x for x in lanes if x.flags]
     if len({len(x.flags) for x in present}) > 1 and len({x.present() for x in present}) == 1:
         # JAX sometimes batches twice or passes by an axis on which nothing depends: that changes nothing.
@@ -150,6 +161,8 @@ def union(*lanes: Lanes) -> Lanes | None:
 def widen(laned: Laned, lanes: Lanes, lead: int = 0) -> Laned:
     """The same arrays repeated along the lanes they lack, and sharded along lanes that are."""
     have, wanted = [[*map(bool, flags)] for flags in (laned.flags, lanes.flags)]
+    if _only_devices(laned.flags):
+        have += [False] * (len(wanted) - len(have))
     if have == wanted or (len(have) != len(wanted) and sum(have) == sum(wanted)):
         return _sharded(Laned(laned.tree, lanes.flags), lanes, lead)
     have = have or [False] * len(wanted)

@@ -846,3 +846,32 @@ def test_a_failed_value_on_the_second_device() -> None:
 
     with pytest.raises(lox.NonFiniteError, match="'sum' is NaN"), lox.testing.capture():
         lox.watch(both)(jnp.zeros(4))
+
+
+@each_kind
+@jitted_or_not
+def test_lanes_inside_shard_map(kind: AxisType, jit: bool) -> None:
+    """A vmap inside of each device; some of what belongs to a key varies over both, some over neither."""
+    mesh = mesh_of(kind)
+
+    def body(x: Any) -> Any:
+        jax.vmap(lambda v: lox.log({"v": v, "one": 1.0}))(x)
+
+        def step(c: Any, i: Any) -> Any:
+            jax.vmap(lambda v: lox.log({"w": v * i}, step=i))(c)
+            return c, None
+
+        return lax.scan(step, x, jnp.arange(3.0))[0]
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    f, x, pairs = jax.jit(f) if jit else f, put(X, mesh), X.reshape(DEVICES, 2)
+    same(lox.spool(f)(x)[1], {"v": pairs, "one": f32(1), "w": f32([pairs * i for i in range(3)])})
+    same(lox.spool(f, interval=2)(x)[1], {"v": pairs, "one": f32(1), "w": f32([pairs * i for i in (0, 2)])})
+    logs = lox.spool(f, reduce="sum")(x)[1]
+    same(logs, {"v": pairs, "one": f32(1), "w": pairs * 3})
+    assert logs.step["w"] == 2
+    for options in ({}, {"reduce": "sum"}, {"interval": 2}, {"buffer": 2}, {"buffer": 2, "reduce": "sum"}):
+        received = collected(lambda: f(x), **options)
+        total = 0.0 if "interval" in options else float(X.sum())
+        assert sum(np.sum(logs["w"]) for logs in received if "w" in logs) == total + 2 * X.sum(), options
+        assert sum(np.sum(logs["one"]) for logs in received if "one" in logs) == 1, options
