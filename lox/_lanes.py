@@ -100,10 +100,10 @@ class Lanes(NamedTuple):
         return tuple(size for flag, size in zip(self.flags, self.sizes, strict=True) if flag)
 
     def within(self, depth: int) -> "Lanes":
-        """With that many flags: what only knows of devices is the same for all vmaps inside of their shard_map."""
-        more = depth - len(self.flags) if _only_devices(self.flags) else 0
-        shardings = (*self.shardings, *[None] * more) if self.shardings else ()
-        return Lanes((*self.flags, *[False] * more), (*self.sizes, *[0] * more), shardings) if more else self
+        """With that many flags, if all that is known are devices."""
+        more = [None] * (depth - len(self.flags)) if _only_devices(self.flags) else []
+        shardings = (*self.shardings, *more) if self.shardings else ()
+        return Lanes(with_depth(self.flags, depth), (*self.sizes, *[0] * len(more)), shardings) if more else self
 
     def __str__(self) -> str:
         sizes, names = self.present(), [str(flag) for flag in self.flags if isinstance(flag, Vmap)]
@@ -114,6 +114,11 @@ class Lanes(NamedTuple):
 
 def _only_devices(flags: Flags) -> bool:
     return bool(flags) and all(isinstance(flag, tuple) for flag in flags)
+
+
+def with_depth(flags: Flags, depth: int) -> Flags:
+    """That many flags: what knows of no vmap, or of devices only, is the same for all vmaps inside."""
+    return (*flags, *[False] * (depth - len(flags))) if not flags or _only_devices(flags) else flags
 
 
 def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
@@ -160,9 +165,8 @@ def union(*lanes: Lanes) -> Lanes | None:
 
 def widen(laned: Laned, lanes: Lanes, lead: int = 0) -> Laned:
     """The same arrays repeated along the lanes they lack, and sharded along lanes that are."""
-    have, wanted = [[*map(bool, flags)] for flags in (laned.flags, lanes.flags)]
-    if _only_devices(laned.flags):
-        have += [False] * (len(wanted) - len(have))
+    own = with_depth(laned.flags, len(lanes.flags)) if _only_devices(laned.flags) else laned.flags
+    have, wanted = [[*map(bool, flags)] for flags in (own, lanes.flags)]
     if have == wanted or (len(have) != len(wanted) and sum(have) == sum(wanted)):
         return _sharded(Laned(laned.tree, lanes.flags), lanes, lead)
     have = have or [False] * len(wanted)

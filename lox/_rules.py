@@ -35,6 +35,7 @@ from lox._engine import (
     wants_any,
 )
 from lox._lanes import Laned, map_laned
+from lox._series import Series
 
 
 def _jit(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
@@ -602,7 +603,8 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
                     run.require_type(inner, given)
                 except Grown as grown:
                     raise Grown(run, types_of(rejoin(map_laned(outside, grown.struct)))) from None
-            left = map_laned(leave, (inner.state, inner.piece()))
+            state, piece = map_laned(leave, (inner.state, inner.piece()))
+            left = state, jax.tree.map(Series.even, piece, is_leaf=lambda x: isinstance(x, Series))
             box.update(keys=inner.keys, specs=map_laned(spec, left, everywhere))
             return outs, left
 

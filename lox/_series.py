@@ -63,6 +63,12 @@ class Series:
             return 1
         return (self.valid.tree if self.valid is not None else self.values[0].tree).shape[axis]
 
+    def even(self) -> "Series":
+        """With flags for the same vmaps and devices in all arrays."""
+        is_laned = lambda x: isinstance(x, Laned)  # noqa: E731
+        depth = max(len(x.flags) for x in jax.tree.leaves(self, is_leaf=is_laned))
+        return jax.tree.map(lambda x: Laned(x.tree, _lanes.with_depth(x.flags, depth)), self, is_leaf=is_laned)
+
     def expanded(self, axis: int = 0) -> "Series":
         """With an event axis."""
         if not self.single:

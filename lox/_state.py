@@ -263,7 +263,7 @@ class Fold:
             values, treedef = [taken], jax.tree.structure(0)
         if not certain:
             valid = self.count.map(lambda n: n > 0)
-        return Series(values, self.steps, valid, treedef, True, self.key, self.site)
+        return Series(values, self.steps, valid, treedef, True, self.key, self.site).even()
 
 
 def _choose(mask: Laned, new: Any, old: Any) -> Any:
@@ -467,11 +467,11 @@ class Buffer:
             assert lanes is not None  # both belong to one buffer
             both = _lanes.widen(filled, lanes, 1).tree & _lanes.widen(rows.valid, lanes, 1).tree
             filled = Laned(both, lanes.flags)
-        return dataclasses.replace(rows, valid=filled)
+        return dataclasses.replace(rows, valid=filled).even()
 
     def full(self) -> Series:
         """The events, if it is known that there are as many as there is room for."""
-        return jax.tree.map(lambda x: _arrays.slice_rows(x, 0, self.capacity), self.rows)
+        return jax.tree.map(lambda x: _arrays.slice_rows(x, 0, self.capacity), self.rows).even()
 
     def dropped(self) -> Any:
         """How many events did not fit."""
