@@ -699,6 +699,9 @@ def test_closing_what_is_no_state():
 @pytest.mark.parametrize("options", [{}, {"buffer": 3}], ids=str)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_prng_keys_and_integers_of_few_bits(tmp_path, jit, options):
+    if options and jax.default_backend() != "cpu":
+        pytest.skip("XLA for GPUs cannot take a slice of such numbers that is no whole number of bytes")
+
     def log(i):
         values = {"key": jax.random.wrap_key_data(jnp.stack([i, i + 7]).astype(jnp.uint32)), "u": i.astype(jnp.uint4)}
         lox.log({**values, "i": (jnp.arange(2, dtype=jnp.int32) - 8 + i).astype(jnp.int4)}, step=i)
