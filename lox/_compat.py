@@ -728,6 +728,15 @@ def without_unused(closed: Any, count: int) -> tuple[Any, list[bool]]:
     return close_jaxpr(smaller, consts), used
 
 
+def passed_on(jaxprs: list[Any]) -> list[int | None]:
+    """By result, which argument it is in all of these jaxprs; None if it is another in some of them."""
+    found = []
+    for jaxpr in (split_jaxpr(jaxpr)[0] for jaxpr in jaxprs):
+        places = {v: n for n, v in enumerate(jaxpr.invars)}
+        found.append([None if isinstance(v, Literal) else places.get(v) for v in jaxpr.outvars])
+    return [places[0] if len({*places}) == 1 else None for places in zip(*found, strict=True)]
+
+
 def eval_equation(jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
     """Evaluate one equation on other arguments than its own."""
     ins = [Var(jax.typeof(x)) for x in args]
@@ -811,6 +820,14 @@ def _axis_types() -> dict[str, Any]:
 def array_type(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
     """The type of arrays of this shape, dtype and explicit sharding."""
     return jax.core.ShapedArray(shape, dtype, sharding=sharding)
+
+
+def without_axis(aval: Any, axis: int) -> Any:
+    """The type of arrays with one axis less."""
+    shape, axes = list(aval.shape), list(aval.sharding.spec)
+    del shape[axis], axes[axis : axis + 1]
+    sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*axes))
+    return aval.update(shape=tuple(shape), sharding=sharding)
 
 
 def scalar_type(dtype: Any, like: Any) -> Any:

@@ -342,7 +342,11 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
         state = jax.tree.unflatten(jax.tree.structure(first.struct), state)
         piece = _varying_like(decision, jax.tree.unflatten(treedef, piece))
         run.absorb(_decided(run, decision, params["branches"], state), piece, keys)
-        return list(outs)
+        if not run.handler.in_place:
+            return list(outs)
+        # As JAX does, which has not seen what is left of the branches: if they all do nothing, there is no cond.
+        passed = _compat.passed_on(jaxprs)
+        return [out if n is None else operands[n] for out, n in zip(outs, passed, strict=True)]
 
     return run.settle(attempt)
 

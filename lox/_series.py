@@ -178,8 +178,8 @@ def unroll(series: Series, reverse: bool) -> Series:
             x = jnp.flip(x, 0)
         if series.single:
             return x
-        if x.shape[0] == 0 and x.shape[1]:
-            return x[:, 0]  # JAX does not know how to reshape nothing if it is sharded
+        if 0 in x.shape[:2]:  # JAX does not know how to reshape nothing if it is sharded
+            return x[0] if x.shape[0] else _compat.zeros_of(_compat.without_axis(_compat.aval_of(x), 1))
         return x.reshape((x.shape[0] * x.shape[1], *x.shape[2:]))
 
     return dataclasses.replace(jax.tree.map(flat, series), single=False)

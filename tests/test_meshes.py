@@ -849,6 +849,25 @@ def test_a_failed_value_on_the_second_device() -> None:
 
 
 @each_kind
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 2), (2, 0)], ids=str)
+def test_loops_without_iterations_over_a_mesh(kind: AxisType, lengths: tuple[int, int]) -> None:
+    mesh = mesh_of(kind)
+
+    def f(x: Any) -> Any:
+        def inner(x: Any, i: Any) -> Any:
+            lox.log({"x": x, "key": jax.random.key(1)}, step=i)
+            lox.log({"x": x + 1})
+            return x, None
+
+        outer = lambda x, _: (lax.scan(inner, x, jnp.arange(lengths[1]))[0], None)  # noqa: E731
+        return lax.scan(outer, x, None, lengths[0])[0]
+
+    out, logs = lox.spool(jax.jit(jax.vmap(f)))(put(np.arange(4, dtype=np.float32), mesh))
+    same(out, f32([0, 1, 2, 3]))
+    assert (logs["x"].shape, logs["key"].shape) == ((0, 4), (0,))
+
+
+@each_kind
 @jitted_or_not
 def test_lanes_inside_shard_map(kind: AxisType, jit: bool) -> None:
     """A vmap inside of each device; some of what belongs to a key varies over both, some over neither."""

@@ -587,6 +587,19 @@ def test_tap_outside_spool_gets_nothing():
     same(logs, {"x": i32([0, 1])})
 
 
+@pytest.mark.parametrize("number", [2, 3])
+def test_nolog_leaves_no_branches_that_only_logged(number):
+    def f(x, logs=True):
+        def branch(n):
+            return lambda x: (logs and lox.log({"x": x * n}), x)[1]
+
+        return jax.lax.switch(x.astype(int) % number, [branch(n) for n in range(number)], x)
+
+    x = jnp.float32(3)
+    assert "case" not in jax.jit(lox.nolog(f)).lower(x).as_text()
+    assert lox.spool(lox.nolog(f))(x) == (3, {})
+
+
 def test_nolog_wins_over_what_is_outside():
     assert lox.spool(lox.nolog(scanned))(jnp.arange(2))[1] == {}
     _, logs = lox.nolog(lox.spool(scanned))(jnp.arange(2))
