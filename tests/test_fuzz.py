@@ -39,8 +39,8 @@ def program_for(seed: int) -> tuple[programs.Block, float]:
         # What has been moved to one device does not fit a shard_map over others, with lox or without.
         kinds = programs.kinds_in(program)
         possible = not {"move", "shard_map"} <= kinds
-        # Nor does JAX before 0.11 know what varies over devices inside of a solver.
-        possible = possible and (jax.__version_info__ >= (0, 11) or not {"linear_solve", "shard_map"} <= kinds)
+        # Nor does JAX know what varies over devices inside of a solver that closes over something that does not.
+        possible = possible and not {"linear_solve", "shard_map"} <= kinds
         if possible and sum(counts) > 0 and max(counts) <= MAX_EVENTS:
             return program, x
         attempt += 1
