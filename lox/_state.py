@@ -404,9 +404,7 @@ class Buffer:
         def enter(x: Laned, lead: int) -> Laned:
             own = _lanes.lanes_of(x, lead)
             if own.sizes[:1] not in ((), (0,), lanes.sizes[:1]):
-                raise _errors.different_lanes(
-                    series.key, lanes.present(), str(self.rows.site), own.present(), str(series.site)
-                )
+                raise _errors.different_lanes(series.key, lanes, str(self.rows.site), own, str(series.site))
             shardings = (*(lanes.shardings[:1] or (None,)), *(own.shardings[1:] or (None,) * len(own.flags[1:])))
             wanted = Lanes((devices, *own.flags[1:]), (*lanes.sizes[:1], *own.sizes[1:]), shardings)
             x = _lanes.widen(x, wanted, lead)

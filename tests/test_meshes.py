@@ -258,14 +258,18 @@ def test_a_while_loop_on_devices_beside_other_events_of_its_key(kind: AxisType) 
     same(logs.compact().dropped, {"x": i32([0] * DEVICES)})
 
 
-def test_a_while_loop_on_devices_beside_a_vmap_of_another_size() -> None:
+@pytest.mark.parametrize("mapped_first", [True, False])
+def test_a_while_loop_on_devices_beside_a_vmap_of_another_size(mapped_first: bool) -> None:
     mesh = mesh_of(AxisType.Auto)
 
     def f(x: Any) -> Any:
-        jax.vmap(lambda v: lox.log({"x": v}))(jnp.arange(3.0))
-        return on_devices(in_while, mesh)(x)
+        parts = [lambda: jax.vmap(lambda v: lox.log({"x": v}))(jnp.arange(3.0)), lambda: on_devices(in_while, mesh)(x)]
+        for part in parts if mapped_first else parts[::-1]:
+            part()
 
-    with pytest.raises(lox.MismatchError, match="'x' is logged under different vmaps, whose lanes do not fit together"):
+    lanes = ["3 lanes", r"4 lanes \(mesh axes d\)"]
+    first, second = lanes if mapped_first else lanes[::-1]
+    with pytest.raises(lox.MismatchError, match=rf"'x' is logged under .*:\n  {first} at .*\n  {second} at "):
         lox.spool(f, capacity=7)(X)
 
 
