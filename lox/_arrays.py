@@ -65,6 +65,11 @@ def wide_float(dtype: Any) -> Any:
     return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
+def concatenate(arrays: list[Any], axis: int = 0) -> Any:
+    """`jnp.concatenate`, which JAX cannot batch over an explicit axis if only some of the arrays know the mesh."""
+    return jnp.concatenate(_compat.on_mesh_of(arrays, arrays), axis)
+
+
 def slice_rows(x: Any, start: int, stop: int | None = None, step: int = 1) -> Any:
     """`x[start:stop:step]` of a JAX array; indexing is a gather to JAX 0.7, which does not know PRNG keys."""
     size = x.shape[0]

@@ -206,8 +206,40 @@ def _depending_on(index: Any, x: Any) -> Any:
     return x | (index < 0) if x.dtype == bool else x - (index * 0).astype(x.dtype)
 
 
+def _knows_no_mesh(x: Any, dim: Any) -> bool:
+    """If it is the same for all lanes, and JAX could not give each of them its copy."""
+    return dim is None and _compat.aval_of(x).sharding.mesh.empty
+
+
+def _select_branch(axis_data: Any, args: Any, dims: Any, *, branches: Any) -> Any:
+    """As JAX's own rule for lanes that disagree, but what knows no mesh is not given to each lane.
+
+    Over an explicitly sharded axis that rule fails for such an operand. Often it is the number of an iteration and all
+    that the branch does with it is to log it: without logs, JAX would not have met it.
+    """
+
+    def lane(index: Any, *xs: Any) -> list[Any]:
+        def results(number: int, branch: Any) -> list[Any]:
+            # As in JAX: no gradient goes where the branch was not taken.
+            taken = [
+                lax.select(index == number, x, lax.stop_gradient(x)) if gradient or dim is not None else x
+                for x, dim, gradient in zip(xs, dims[1:], differentiable, strict=True)
+            ]
+            return [_depending_on(index, out) for out in _compat.jaxpr_as_fun(branch)(*taken)]
+
+        differentiable = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
+        xs = tuple(_depending_on(index, x) if d else x for x, d in zip(xs, differentiable, strict=True))
+        cases = [results(number, branch) for number, branch in enumerate(branches)]
+        return [lax.select_n(index, *outs) for outs in zip(*cases, strict=True)]
+
+    outs = _vmap(axis_data, lane, args, dims, (args[0], dims[0]))
+    return outs, [0] * len(outs)
+
+
 def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
     rule = functools.partial(_batch_cond, axis_data, **params)
+    if dims[0] is not None and axis_data.explicit_mesh_axis is not None and any(map(_knows_no_mesh, args, dims)):
+        rule = functools.partial(_select_branch, axis_data)
     branches = tuple(without_unwanted(branches))
     calls = any(map(_compat.calls_host, branches))
     if dims[0] is None or not (calls or any(map(_compat.has_logs, branches))):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lox import _compat, _errors, _lanes
+from lox import _arrays, _compat, _errors, _lanes
 from lox._arrays import missing_step, numpy_for, promote, slice_rows, zeros
 from lox._lanes import Laned, Lanes
 
@@ -145,9 +145,7 @@ def concatenate(parts: list[Series], axis: int = 0) -> Series:
     def join(pieces: list[Laned]) -> Laned:
         pieces, lanes = _wide(pieces, lead, parts[0].key)
         arrays = [p.tree for p in pieces]
-        if xp is jnp:
-            arrays = _compat.on_mesh_of(arrays, arrays)
-        return Laned(xp.concatenate(arrays, axis), lanes.flags)
+        return Laned(_arrays.concatenate(arrays, axis) if xp is jnp else np.concatenate(arrays, axis), lanes.flags)
 
     steps: dict[str, Laned] = {}
     for name in dict.fromkeys(n for p in parts for n in p.steps):
@@ -270,7 +268,7 @@ def conform(series: Series | None, shape: Shape) -> Series:
         x = _cast(_lanes.widen(x, lanes, len(lead)), dtype)
         if lead and x.tree.shape[0] < shape.count:
             rest = _full((shape.count - x.tree.shape[0], *x.tree.shape[1:]), fill, dtype)
-            x = Laned(jnp.concatenate([x.tree, rest]), x.flags)
+            x = Laned(_arrays.concatenate([x.tree, rest]), x.flags)
         return x
 
     values = [

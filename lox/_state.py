@@ -419,7 +419,7 @@ class Buffer:
     def with_capacity(self, capacity: int) -> "Buffer":
         """The same events in a larger buffer."""
         more = capacity - self.capacity
-        pad = lambda x: jnp.concatenate([x, _empty_rows(more, x[0])]) if more else x  # noqa: E731
+        pad = lambda x: _arrays.concatenate([x, _empty_rows(more, x[0])]) if more else x  # noqa: E731
         return dataclasses.replace(self, rows=jax.tree.map(pad, self.rows), capacity=capacity)
 
     def conform(self, struct: "Buffer") -> "Buffer":

@@ -853,6 +853,96 @@ def test_a_failed_value_on_the_second_device() -> None:
 
 
 @each_kind
+@with_and_without_context
+def test_a_branch_that_only_logs_the_number_of_the_iteration(kind: AxisType, context: bool) -> None:
+    """It takes what knows no mesh, over an axis of one."""
+    mesh = mesh_of(kind)
+
+    def f(x: Any) -> Any:
+        def step(x: Any, i: Any) -> Any:
+            branches = [lambda x, i: x, lambda x, i: (lox.log({"x": x}, step=i), x)[1]]
+            return lax.switch((x % 2).astype(jnp.int32), branches, x, i) + 1, None
+
+        return lax.scan(step, x, jnp.arange(2))[0]
+
+    g = jax.jit(jax.vmap(f))
+    with within(mesh, context):
+        x = put(np.arange(4, dtype=np.float32), mesh)
+        out, logs = lox.spool(g)(x)
+        same(out, f32([2, 3, 4, 5]))
+        for n in range(4):
+            same(logs.lane(n)["x"], f32([n + (n + 1) % 2]))
+            same(logs.lane(n).step["x"], i32([(n + 1) % 2]))
+        same(lox.nolog(g)(x), f32([2, 3, 4, 5]))
+        inside, logs = jax.jit(jax.vmap(lox.spool(f)))(x)
+        same(inside, out)
+        for n in range(4):
+            same(logs.lane(n)["x"], f32([n + (n + 1) % 2]))
+        seen: list[Any] = []
+        same(lox.tap(g, lambda logs: seen.append(logs))(x), out)
+        for n in range(4):
+            same(
+                np.concatenate([np.ravel(logs.lane(n).get("x", [])) for logs in seen]).astype(np.float32),
+                f32([n + (n + 1) % 2]),
+            )
+
+
+@each_kind
+@with_and_without_context
+def test_branches_of_different_numbers_of_logs_over_a_mesh(kind: AxisType, context: bool) -> None:
+    """What fills up the shorter ones knows no mesh; spooled inside of the vmap, too."""
+    mesh = mesh_of(kind)
+
+    def f(x: Any) -> Any:
+        def step(x: Any, i: Any) -> Any:
+            def twice() -> Any:
+                lox.log({"x": x}, step=i)
+                lox.log({"x": x + 0.5}, step=i + 1)
+                return x
+
+            def once() -> Any:
+                lox.log({"x": -x, "i": i})
+                return x
+
+            return lax.cond(x % 2 == 0, twice, once) + 1, None
+
+        return lax.scan(step, x, jnp.arange(2))[0]
+
+    with within(mesh, context):
+        x = put(np.arange(4, dtype=np.float32), mesh)
+        for out, logs in lox.spool(jax.jit(jax.vmap(f)))(x), jax.jit(jax.vmap(lox.spool(f)))(x):
+            same(out, f32([2, 3, 4, 5]))
+            for n in range(4):
+                lane, first = logs.lane(n), n % 2
+                even, odd = [n + first, n + first + 0.5], [-(n + 1 - first)]
+                same(lane["x"], f32(odd + even if first else even + odd))
+                same(lane.step["x"], i32([-1, 1, 2] if first else [0, 1, -1]))
+                same(lane["i"], i32([1 - first]))
+
+
+@each_kind
+def test_no_gradient_of_a_branch_that_a_lane_did_not_take(kind: AxisType) -> None:
+    """What knows no mesh has one too, and a branch that was not taken may well have a gradient of NaN."""
+    mesh = mesh_of(kind)
+
+    def f(x: Any, w: Any) -> Any:
+        def root() -> Any:
+            lox.log({"w": w})
+            return x * jnp.sqrt(w - 4)
+
+        return lax.cond(x > 10, root, lambda: x * w)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jax.vmap(f, in_axes=(0, None))(x, w).sum()
+
+    x = put(np.arange(4, dtype=np.float32), mesh)
+    (value, grad), logs = lox.spool(jax.jit(lambda x: jax.value_and_grad(loss)(jnp.float32(4), x)))(x)
+    same(value, f32(24))
+    same(grad, f32(6))
+    assert all(logs.lane(n)["w"].size == 0 for n in range(4))
+
+
+@each_kind
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 2), (2, 0)], ids=str)
 def test_loops_without_iterations_over_a_mesh(kind: AxisType, lengths: tuple[int, int]) -> None:
     mesh = mesh_of(kind)
