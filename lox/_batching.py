@@ -225,7 +225,7 @@ def _select_branch(axis_data: Any, args: Any, dims: Any, *, branches: Any) -> An
                 lax.select(index == number, x, lax.stop_gradient(x)) if gradient or dim is not None else x
                 for x, dim, gradient in zip(xs, dims[1:], differentiable, strict=True)
             ]
-            return [_depending_on(index, out) for out in _compat.jaxpr_as_fun(branch)(*taken)]
+            return [_depending_on(index, _arrays.as_array(out)) for out in _compat.jaxpr_as_fun(branch)(*taken)]
 
         differentiable = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
         xs = tuple(_depending_on(index, x) if d else x for x, d in zip(xs, differentiable, strict=True))

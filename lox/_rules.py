@@ -340,7 +340,7 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
         keys = {k: all(e.keys.get(k, False) for e in entries) for e in entries for k in e.keys}
         decision = jax.typeof(index)
         state = jax.tree.unflatten(jax.tree.structure(first.struct), state)
-        piece = _varying_like(decision, jax.tree.unflatten(treedef, piece))
+        piece = _varying_like(decision, jax.tree.unflatten(treedef, _compat.on_mesh_of(args, piece)))
         run.absorb(_decided(run, decision, params["branches"], state), piece, keys)
         if not run.handler.in_place:
             return list(outs)

@@ -921,6 +921,32 @@ def test_branches_of_different_numbers_of_logs_over_a_mesh(kind: AxisType, conte
 
 
 @each_kind
+def test_events_of_a_branch_beside_others_over_a_mesh(kind: AxisType) -> None:
+    """The step of a branch is of a lane then, and joined with steps that are not."""
+    mesh = mesh_of(kind)
+
+    def f(x: Any) -> Any:
+        def step(x: Any, i: Any) -> Any:
+            def even() -> Any:
+                lox.log({"x": x}, step=i)
+                return True
+
+            flag = lax.cond(x % 2 == 0, even, lambda: False)
+            lox.log({"x": -x}, step=7)
+            return x + 1, flag
+
+        return lax.scan(step, x, jnp.arange(2))
+
+    x = put(np.arange(4, dtype=np.float32), mesh)
+    for (out, flags), logs in lox.spool(jax.jit(jax.vmap(f)))(x), jax.jit(jax.vmap(lox.spool(f)))(x):
+        same(out, f32([2, 3, 4, 5]))
+        same(flags, np.array([[True, False], [False, True]] * 2))
+        for n in range(4):
+            same(logs.lane(n)["x"], f32([-n, n + 1, -n - 1] if n % 2 else [n, -n, -n - 1]))
+            same(logs.lane(n).step["x"], i32([7, 1, 7] if n % 2 else [0, 7, 7]))
+
+
+@each_kind
 def test_no_gradient_of_a_branch_that_a_lane_did_not_take(kind: AxisType) -> None:
     """What knows no mesh has one too, and a branch that was not taken may well have a gradient of NaN."""
     mesh = mesh_of(kind)
