@@ -20,7 +20,7 @@ import numpy as np
 from timing import Row, compare
 
 import lox
-from lox._logdict import Layout
+from lox._data._logdict import Layout
 from lox.store import Writer
 
 FLUSHES, EVENTS, KEYS = 200, 20, 5  # events of each key in a flush

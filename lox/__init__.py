@@ -22,13 +22,22 @@ Write `lox.log` wherever a value is interesting, and decide outside what becomes
 
 __version__ = "0.1.0"
 
-from lox import _batching, _differentiation, _engine, _export, _hidden, _recompute
+from lox import _export
 from lox import loggers as loggers
 from lox import logify as logify
 from lox import neptune as neptune
 from lox import store as store
 from lox import testing as testing
 from lox import wandb as wandb
+from lox._data._histogram import Histogram as Histogram
+from lox._data._image import Image as Image
+from lox._data._logdict import logdict as logdict
+from lox._data._reduce import Reduction as Reduction
+from lox._engine import _batching, _differentiation, _hidden, _recompute
+from lox._engine import _interpret as _engine
+from lox._engine._primitive import log as log
+from lox._engine._scope import scope as scope
+from lox._engine._sink import config as config
 from lox._errors import KeyNotFoundError as KeyNotFoundError
 from lox._errors import LogTypeError as LogTypeError
 from lox._errors import LoxError as LoxError
@@ -42,28 +51,21 @@ from lox._errors import SpoolError as SpoolError
 from lox._errors import StepError as StepError
 from lox._errors import StoreError as StoreError
 from lox._errors import TransformError as TransformError
-from lox._histogram import Histogram as Histogram
-from lox._image import Image as Image
-from lox._log_grad import log_grad as log_grad
-from lox._logdict import logdict as logdict
-from lox._nolog import keep as keep
-from lox._nolog import nolog as nolog
-from lox._nolog import strip as strip
-from lox._primitive import log as log
-from lox._progress import progress as progress
-from lox._reduce import Reduction as Reduction
-from lox._reraise import reraise as reraise
-from lox._scope import scope as scope
-from lox._sink import config as config
-from lox._spool import spool as spool
-from lox._tap import tap as tap
-from lox._watch import watch as watch
+from lox._transforms._log_grad import log_grad as log_grad
+from lox._transforms._nolog import keep as keep
+from lox._transforms._nolog import nolog as nolog
+from lox._transforms._nolog import strip as strip
+from lox._transforms._reraise import reraise as reraise
+from lox._transforms._spool import spool as spool
+from lox._transforms._tap import tap as tap
+from lox._transforms._watch import watch as watch
 from lox.loggers import ConsoleLogger as ConsoleLogger
 from lox.loggers import CsvLogger as CsvLogger
 from lox.loggers import JsonlLogger as JsonlLogger
 from lox.loggers import Logger as Logger
 from lox.loggers import MultiLogger as MultiLogger
 from lox.loggers import SaveLogger as SaveLogger
+from lox.loggers._console._progress import progress as progress
 from lox.store import load as load
 from lox.store import runs as runs
 from lox.store import save as save

@@ -6,9 +6,9 @@ from typing import Any
 from jax import export
 
 from lox import logify
-from lox._histogram import Edges, Histogram
-from lox._image import Image
-from lox._logdict import Layout, _Keys, logdict
+from lox._data._histogram import Edges, Histogram
+from lox._data._image import Image
+from lox._data._logdict import Layout, _Keys, logdict
 from lox.loggers._run import LoggerState
 
 

@@ -23,10 +23,12 @@ from typing import Any
 
 import jax
 
-from lox import _errors, _primitive, _spool
-from lox._call import P, R
-from lox._logdict import logdict
-from lox._select import Selection
+from lox import _errors
+from lox._data._logdict import logdict
+from lox._engine import _primitive
+from lox._engine._select import Selection
+from lox._transforms import _spool
+from lox._transforms._call import P, R
 
 REDUCTIONS = ("replace", "append", "mean", "sum")
 _TAG = "lox.logify"

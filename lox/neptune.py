@@ -24,9 +24,9 @@ imported without the client: `pip install 'lox-jax[neptune]'`.
 from collections.abc import Mapping
 from typing import Any
 
-from lox.loggers._neptune import NeptuneLogger as NeptuneLogger
+from lox.loggers._module_api import SingleRuns, SingleRunsPipeline, split
 from lox.loggers._run import LoggerState, Run
-from lox.loggers._single_runs import SingleRuns, SingleRunsPipeline, split
+from lox.loggers._trackers._neptune import NeptuneLogger as NeptuneLogger
 
 
 class _Runs(NeptuneLogger):

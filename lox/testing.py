@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import jax
 
-from lox import _errors, _sink
-from lox._logdict import logdict
+from lox import _errors
+from lox._data._logdict import logdict
+from lox._engine import _sink
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ imported without the client; the first use says what to install.
 from collections.abc import Mapping
 from typing import Any
 
+from lox.loggers._module_api import SingleRuns, SingleRunsPipeline, split
 from lox.loggers._run import LoggerState, Run
-from lox.loggers._single_runs import SingleRuns, SingleRunsPipeline, split
-from lox.loggers._wandb import WandbLogger as WandbLogger
+from lox.loggers._trackers._wandb import WandbLogger as WandbLogger
 
 
 class _Runs(WandbLogger):

@@ -16,9 +16,10 @@ import pytest
 from machine import HANG
 
 import lox
-from lox import _progress
-from lox.loggers import ConsoleLogger, _board, _layout, _screen
-from lox.loggers._board import Board, History
+from lox.loggers import ConsoleLogger
+from lox.loggers._console import _board, _progress, _screen
+from lox.loggers._console import _render as _layout
+from lox.loggers._console._board import Board, History
 from lox.loggers._run import Run
 
 pytest.importorskip("rich")

@@ -493,7 +493,7 @@ def test_a_function_whose_body_runs_later():
 
 
 def test_a_state_that_never_settles_is_an_error_and_not_a_hang() -> None:
-    from lox._engine import Grown, Handler, Run
+    from lox._engine._interpret import Grown, Handler, Run
 
     class Stubborn(Handler):
         def extend(self, run: Run, struct: Any) -> None:

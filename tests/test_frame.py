@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import lox
-from lox import _html
-from lox._png import png
+from lox._data import _html
+from lox._data._png import png
 
 
 def f(x):

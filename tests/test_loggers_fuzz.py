@@ -13,7 +13,7 @@ import pytest
 from test_fuzz import MAX_EVENTS, SEED, assert_logs, program_for, thinned
 
 import lox
-from lox._logdict import joined
+from lox._data._logdict import joined
 
 N = int(os.environ.get("LOX_FUZZ_N", 8))
 LANES = 3

@@ -203,7 +203,7 @@ def test_a_program_that_fails_does_not_stop_the_next_one() -> None:
 
 def test_the_end_of_a_run_comes_last() -> None:
     """As `lox.wandb.finish` after a loop of `lox.wandb.log`."""
-    from lox.loggers._single_runs import SingleRuns, SingleRunsPipeline
+    from lox.loggers._module_api import SingleRuns, SingleRunsPipeline
 
     class Runs(Recorder):
         def _make_pipeline(self) -> Any:

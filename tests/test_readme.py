@@ -33,6 +33,6 @@ def test_readme():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstrings(name):
-    if name == "lox._logdict":
+    if name == "lox._data._logdict":
         pytest.importorskip("pandas", reason="pandas is not installed")
     assert not doctest.testmod(importlib.import_module(name), optionflags=OPTIONS).failed

@@ -22,7 +22,8 @@ from machine import HANG, Disk, finish, load_whatever_is_whole, refuse, start, w
 from seed_programs import with_steps
 
 import lox
-from lox.loggers import _save, _writer
+from lox.loggers import _queue as _writer
+from lox.loggers._files import _save
 from lox.store import Reader
 
 KILLS = int(os.environ.get("LOX_KILL_N", "3"))

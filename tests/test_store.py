@@ -893,7 +893,7 @@ writer.append(writer.open_run(mode="append"), {{"x": np.float32(2)}})
 
 def test_device_lanes(tmp_path):
     """Logs of `shard_map` have lanes that are named after mesh axes."""
-    layout = lox._logdict.Layout(True, ((("x", "y"), False),), (2,))
+    layout = lox._data._logdict.Layout(True, ((("x", "y"), False),), (2,))
     lox.save(lox.logdict({"a": f32([[1, 2]])}, layouts={"a": layout}), tmp_path)
     assert lox.load(tmp_path)._layouts["a"] == layout
 

@@ -45,7 +45,7 @@ def stored(tmp_path):
                 },
                 steps={"step": dict.fromkeys(["loss", "flag", "grad", "half", "z", "key", "nothing"], np.int32(i))},
             )
-            layout = lox._logdict.Layout
+            layout = lox._data._logdict.Layout
             for key, value in logs.items():
                 logs._layouts[key] = layout(False, ((True,),), (value.ndim,), (("step", ()),))
             writer.append(runs, logs)
@@ -193,7 +193,7 @@ def save_some(path, runs=3, flushes=4):
                 steps = np.arange(i * 10, i * 10 + 10)
                 logs = lox.logdict({"x": steps * 1.5, "m": {"a": np.ones((10, 2), bool)}})
                 logs.steps = {"step": {"x": steps, "m": steps}}
-                logs._layouts["m"] = lox._logdict.Layout(True, ((),), (2,), (("step", ()),))
+                logs._layouts["m"] = lox._data._logdict.Layout(True, ((),), (2,), (("step", ()),))
                 writer.append(run, logs)
             writer.append(numbers[0], {"k": np.arange(4, dtype=ml_dtypes.int4)})
             writer.flush()

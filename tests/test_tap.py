@@ -11,7 +11,7 @@ import pytest
 from optional import devices
 
 import lox
-from lox import _emit
+from lox._engine import _emit
 
 
 def scanned(x: Any) -> Any:

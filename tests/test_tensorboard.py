@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import lox
-from lox.loggers import TensorBoardLogger, _tfevents
+from lox.loggers import TensorBoardLogger
+from lox.loggers._trackers import _tfevents
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 needs_tensorboard = pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="needs tensorboard")

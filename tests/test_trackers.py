@@ -21,9 +21,9 @@ from optional import given, settings, st
 import lox
 import lox.neptune
 from lox.loggers import MLflowLogger, NeptuneLogger, TrackioLogger
-from lox.loggers._escape import escape, unescape
-from lox.loggers._mlflow import metric_name
-from lox.loggers._trackio import row_name
+from lox.loggers._trackers._escape import escape, unescape
+from lox.loggers._trackers._mlflow import metric_name
+from lox.loggers._trackers._trackio import row_name
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 needs_neptune = pytest.mark.skipif(not logger_cases.HAS_NEPTUNE, reason="neptune is not installed")

@@ -16,8 +16,8 @@ import wandb_file
 import lox
 import lox.wandb
 from lox.loggers import WandbLogger
-from lox.loggers._bands import t95
-from lox.loggers._single_runs import SingleRuns
+from lox.loggers._module_api import SingleRuns
+from lox.loggers._trackers._bands import t95
 
 wandb = pytest.importorskip("wandb")
 EXAMPLES = Path(__file__).parent.parent / "examples"

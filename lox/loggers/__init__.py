@@ -16,16 +16,16 @@
 {"step": 2, "x": 2.0}
 """
 
-from lox.loggers._base import Logger as Logger
-from lox.loggers._console import ConsoleLogger as ConsoleLogger
-from lox.loggers._csv import CsvLogger as CsvLogger
-from lox.loggers._jsonl import JsonlLogger as JsonlLogger
-from lox.loggers._mlflow import MLflowLogger as MLflowLogger
+from lox.loggers._console._logger import ConsoleLogger as ConsoleLogger
+from lox.loggers._files._csv import CsvLogger as CsvLogger
+from lox.loggers._files._jsonl import JsonlLogger as JsonlLogger
+from lox.loggers._files._save import SaveLogger as SaveLogger
+from lox.loggers._logger import Logger as Logger
 from lox.loggers._multi import MultiLogger as MultiLogger
-from lox.loggers._neptune import NeptuneLogger as NeptuneLogger
 from lox.loggers._run import LoggerState as LoggerState
 from lox.loggers._run import Run as Run
-from lox.loggers._save import SaveLogger as SaveLogger
-from lox.loggers._tensorboard import TensorBoardLogger as TensorBoardLogger
-from lox.loggers._trackio import TrackioLogger as TrackioLogger
-from lox.loggers._wandb import WandbLogger as WandbLogger
+from lox.loggers._trackers._mlflow import MLflowLogger as MLflowLogger
+from lox.loggers._trackers._neptune import NeptuneLogger as NeptuneLogger
+from lox.loggers._trackers._tensorboard import TensorBoardLogger as TensorBoardLogger
+from lox.loggers._trackers._trackio import TrackioLogger as TrackioLogger
+from lox.loggers._trackers._wandb import WandbLogger as WandbLogger

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _compat, _lanes
-from lox._lanes import Flags, Laned
-from lox._logdict import Layout, logdict
+from lox import _compat
+from lox._data import _lanes
+from lox._data._lanes import Flags, Laned
+from lox._data._logdict import Layout, logdict
 from lox.loggers._prng import with_words
 from lox.loggers._routing import ROUTE
 

@@ -2,8 +2,8 @@
 
 import threading
 
+from lox._data._sites import warner
 from lox._errors import LoxError, LoxWarning, StoreError
-from lox._sites import warner
 
 _KEPT = 32  # errors that are kept apart, so that a disk that is full for hours does not fill memory too
 _MORE = (LoxError, "")

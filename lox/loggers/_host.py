@@ -16,8 +16,8 @@ import numpy as np
 from jax.interpreters import batching, mlir
 
 from lox import _compat
-from lox._emit import MASKABLE
-from lox._lanes import Laned
+from lox._data._lanes import Laned
+from lox._engine._emit import MASKABLE
 
 # (in which lanes it happens, operands, sizes of the lanes, whether the caller waits for it) -> one array of the lanes'
 # shape per result

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 
 from lox import _errors
-from lox._logdict import logdict
-from lox.loggers._base import Logger
+from lox._data._logdict import logdict
 from lox.loggers._batch import EndJob, Job, Rename
+from lox.loggers._logger import Logger
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._run import Run
 

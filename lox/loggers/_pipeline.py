@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from lox import _errors, _lanes
-from lox._lanes import Laned
-from lox._logdict import logdict, warn_of_dropped
+from lox import _errors
+from lox._data import _lanes
+from lox._data._lanes import Laned
+from lox._data._logdict import logdict, warn_of_dropped
 from lox.loggers import _batch
 from lox.loggers._batch import Batch, CallJob, EndJob, Job, TapJob
 from lox.loggers._errors import ErrorLog, raise_all
 from lox.loggers._prng import words_only
+from lox.loggers._queue import Writer
 from lox.loggers._run import ConfigPlan, Run
-from lox.loggers._writer import Writer
 
 if TYPE_CHECKING:
-    from lox.loggers._base import Logger
+    from lox.loggers._logger import Logger
 
 _numbers = itertools.count()  # of runs, in this process: no two loggers share one
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _arrays
-from lox._logdict import logdict
+from lox._data import _arrays
+from lox._data._logdict import logdict
 from lox.store._keys import KeyData, impl_name
 
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from lox._engine import Run
-from lox._event import Event
-from lox._lanes import Laned
-from lox._series import Series
-from lox._tap import Stream
+from lox._data._lanes import Laned
+from lox._data._series import Series
+from lox._engine._event import Event
+from lox._engine._interpret import Run
+from lox._transforms._tap import Stream
 from lox.loggers._prng import with_words
 
 ROUTE = "\0run"  # a step that no user's step is called

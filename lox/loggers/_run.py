@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from lox import _errors
+from lox.loggers._files._rows import plain
 from lox.loggers._prng import is_key
-from lox.loggers._rows import plain
 from lox.store import names
 from lox.store._keys import impl_name
 

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _arrays, _compat, _errors
-from lox._lanes import Laned
-from lox._logdict import logdict
-from lox._primitive import as_array
-from lox._series import Series, Site
+from lox import _compat, _errors
+from lox._data import _arrays
+from lox._data._lanes import Laned
+from lox._data._logdict import logdict
+from lox._data._series import Series, Site
+from lox._engine._primitive import as_array
 from lox.loggers._prng import is_key
 
 

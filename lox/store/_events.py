@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lox import _arrays, _errors, _lanes, _series, _sites
-from lox._lanes import Laned
-from lox._logdict import logdict
-from lox._series import Series, Site
+from lox import _errors
+from lox._data import _arrays, _lanes, _series, _sites
+from lox._data._lanes import Laned
+from lox._data._logdict import logdict
+from lox._data._series import Series, Site
 from lox.store import _structure
 from lox.store._group import Group
 from lox.store._schema import RUN, WALL, Column, Schema

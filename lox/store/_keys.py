@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _arrays, _errors
+from lox import _errors
+from lox._data import _arrays
 from lox.store import _dtypes, names
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lox import _errors, _sites
+from lox import _errors
+from lox._data import _sites
 
 
 class _Writing(NamedTuple):

@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lox import _errors, _select, _sites
-from lox._logdict import logdict
+from lox import _errors
+from lox._data import _sites
+from lox._data._logdict import logdict
+from lox._engine import _select
 from lox.store import _events, _open
 from lox.store._catalog import Catalog, Record
 from lox.store._events import Chunk, Chunks, Select

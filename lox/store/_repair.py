@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from lox import _errors, _sites
+from lox import _errors
+from lox._data import _sites
 from lox.store import _group
 from lox.store._reader import Reader
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from lox import _errors
-from lox._logdict import Layout, logdict
+from lox._data._logdict import Layout, logdict
 from lox.store import _dtypes, _structure
 from lox.store._keys import KeyData
 from lox.store._schema import Column, Key, Schema

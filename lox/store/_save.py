@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _arrays, _compat, _lanes
-from lox._lanes import Laned
-from lox._logdict import logdict
-from lox._primitive import as_array
+from lox import _compat
+from lox._data import _arrays, _lanes
+from lox._data._lanes import Laned
+from lox._data._logdict import logdict
+from lox._engine._primitive import as_array
 from lox.store._catalog import check_mode
 from lox.store._keys import KeyData, impl_name, words_of
 from lox.store._writer import Writer

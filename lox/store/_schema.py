@@ -33,7 +33,7 @@ Flags = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One column. `shape` is that of an item, lanes included; `lanes` are the flags of `lox._lanes`."""
+    """One column. `shape` is that of an item, lanes included; `lanes` are the flags of `lox._data._lanes`."""
 
     role: str  # "run", "wall", "step", "valid" or "value"
     name: str  # the step's name or the key

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _errors, _histogram
-from lox._histogram import Histogram
-from lox._image import Image
+from lox import _errors
+from lox._data import _histogram
+from lox._data._histogram import Histogram
+from lox._data._image import Image
 
 # A structure is one of: "*" (an array), None, {"dict": [[key, structure], ...]}, {"list": [...]}, {"tuple": [...]},
 # and like a dict {"image": [["pixels", "*"]]} and {"histogram": [["edges", [number, ...]], ["counts", "*"], ...]}.

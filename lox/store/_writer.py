@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lox import _errors, _sites
+from lox import _errors
+from lox._data import _sites
 from lox.store import _catalog, _group, _open, names
 from lox.store._catalog import Catalog
 from lox.store._group import Entry

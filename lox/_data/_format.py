@@ -1,0 +1,102 @@
+"""Logs as one line of text."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from lox import _compat
+from lox._data import _arrays
+from lox._data._histogram import Histogram
+from lox._data._image import Image
+
+if TYPE_CHECKING:
+    from lox._data._logdict import logdict
+
+_MANY = 1000  # from this many elements on, only the ends are shown
+_EDGE = 3
+
+
+def compact(logs: "logdict") -> str:
+    """`{'xs': [0, 1, 2], 'loss': 0.1}`; events that did not happen are left out, and are `-` in single lanes."""
+    if logs.valid and not any(_is_abstract(x) for x in jax.tree.leaves(logs)):
+        logs = logs.without_empty_slots()
+    return "{" + ", ".join(f"{k!r}: {_value(v, logs.valid.get(k))}" for k, v in logs.items()) + "}"
+
+
+def with_steps(logs: "logdict") -> str:
+    """`{'loss': 0.1} step=3`: a step that all keys have in common once, others by key."""
+    if logs.valid:
+        logs = logs.without_empty_slots()
+    parts = [compact(logs)]
+    for name, of in logs.steps.items():
+        steps = {key: _step(of[key], logs.valid.get(key)) for key in logs if key in of}
+        common = set(steps.values()) if len(steps) == len(logs) else set()
+        by_key = "{" + ", ".join(f"{key!r}: {text}" for key, text in steps.items()) + "}"
+        parts.append(f"{name}={common.pop() if len(common) == 1 else by_key}")
+    return " ".join(parts)
+
+
+def _step(step: Any, valid: Any) -> str:
+    # A step that is the same in all lanes has no place for those that are missing.
+    return _value(step, valid if np.shape(step) == np.shape(valid) else None)
+
+
+def _is_abstract(x: Any) -> bool:
+    return isinstance(x, _compat.Tracer) or (not hasattr(x, "__array__") and not np.isscalar(x))
+
+
+def _value(value: Any, valid: Any = None) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_value(v, valid)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        fields = getattr(value, "_fields", None)
+        if fields is not None:
+            inner = ", ".join(f"{n}={_value(v, valid)}" for n, v in zip(fields, value, strict=True))
+            return f"{type(value).__name__}({inner})"
+        inner = ", ".join(_value(v, valid) for v in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
+    if isinstance(value, _compat.Tracer) or _is_key(value):
+        return _type(value)
+    if hasattr(value, "dtype") or np.isscalar(value):
+        return _array(np.asarray(value), None if valid is None or _is_abstract(valid) else np.asarray(valid))
+    if isinstance(value, Histogram | Image) or jax.tree_util.all_leaves([value]):
+        return str(value)  # the first two by what they show, not by their arrays
+    return str(jax.tree.map(_Text, value))  # a user's own pytree shows itself, with our arrays in it
+
+
+class _Text:
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __repr__(self) -> str:
+        return _value(self._value)
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and _arrays.is_prng_key(x.dtype)
+
+
+def _type(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def _array(array: np.ndarray, valid: np.ndarray | None, size: int | None = None) -> str:
+    if valid is not None and valid.ndim == 0:
+        if not valid:
+            return "-"
+        valid = None
+    if array.ndim == 0:
+        return str(array[()])
+    size = array.size if size is None else size
+    rows = range(len(array))
+    text = [_array(array[i], None if valid is None else valid[i], size) for i in _shown(rows, size)]
+    if len(text) < len(rows):
+        text.insert(_EDGE, "...")
+    return f"[{', '.join(text)}]"
+
+
+def _shown(rows: range, size: int) -> list[int]:
+    if size < _MANY or len(rows) <= 2 * _EDGE:
+        return list(rows)
+    return [*rows[:_EDGE], *rows[-_EDGE:]]

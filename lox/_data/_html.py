@@ -1,0 +1,212 @@
+"""Logs as a table for notebooks: a row per key, with a curve.
+
+Text has the colours of the page and curves one that is seen on light and dark pages alike. Everything that comes from
+the user is escaped.
+"""
+
+import base64
+import html
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from lox import _compat
+from lox._data import _frame
+from lox._data._histogram import Histogram, few_bins
+from lox._data._image import Image
+from lox._data._png import png
+
+if TYPE_CHECKING:
+    from lox._data._frame import Column
+    from lox._data._logdict import logdict
+
+_WIDTH, _HEIGHT, _POINTS = 160, 28, 80
+_COLOUR = "#3b82f6"
+_ROWS = 50  # keys shown
+
+_CELL = "padding:2px 10px;text-align:{};border:none;white-space:nowrap;vertical-align:middle"
+
+
+def to_html(logs: "logdict") -> str:
+    """See `logdict._repr_html_`."""
+    if any(isinstance(x, _compat.Tracer) for x in jax.tree.leaves(logs)):
+        return f"<pre>{html.escape(repr(logs))}</pre>"
+    columns, media = list(_frame.columns(logs)), _media_in(logs)
+    columns = [column for column in columns if media.get(column.name, column) is not None]
+    rows = [_media_row(c, *media[c.name]) if c.name in media else _row(c) for c in columns[:_ROWS]]
+    more = f"<caption style='caption-side:bottom'>and {len(columns) - _ROWS} more</caption>"
+    return (
+        "<table style='border-collapse:collapse;font-size:90%;border:none'>"
+        + (more if len(columns) > _ROWS else "")
+        + _header("key", "events", "type", "last", "range", "")
+        + "".join(rows)
+        + "</table>"
+    )
+
+
+def _header(*names: str) -> str:
+    cells = "".join(f"<th style='{_CELL.format('left')};opacity:.6'>{name}</th>" for name in names)
+    return f"<thead><tr>{cells}</tr></thead>"
+
+
+def _row(column: "Column") -> str:
+    shape = column.values.shape[column.valid.ndim :]
+    kind = f"{column.values.dtype}" + (f"[{', '.join(map(str, shape))}]" if shape else "")
+    numbers = _numbers(column)
+    happened = np.where(column.valid.reshape(numbers.shape), numbers, np.nan)
+    finite = happened[np.isfinite(happened)]
+    ends = list(dict.fromkeys([_text(finite.min()), _text(finite.max())])) if len(finite) else []
+    return _cells(column, column.name, kind, _last(happened, column.valid), " … ".join(ends), curve(happened))
+
+
+def _cells(column: "Column", name: str, kind: str, last: str, ends: str, picture: str) -> str:
+    lanes = column.valid.shape[:-1]
+    if lanes:
+        kind += f" × {' × '.join(map(str, lanes))} lanes"
+    cells = [
+        f"<td style='{_CELL.format('left')};font-family:monospace;font-weight:bold'>{html.escape(name)}</td>",
+        f"<td style='{_CELL.format('right')}'>{_count(column)}</td>",
+        f"<td style='{_CELL.format('left')};opacity:.6'>{html.escape(kind)}</td>",
+        f"<td style='{_CELL.format('right')};font-family:monospace'>{last}</td>",
+        f"<td style='{_CELL.format('right')};opacity:.6'>{ends}</td>",
+        f"<td style='{_CELL.format('left')}'>{picture}</td>",
+    ]
+    return f"<tr style='background:none'>{''.join(cells)}</tr>"
+
+
+# --- pictures and histograms ---
+
+_PICTURES = 4  # lanes of which the picture is shown
+_PIXELS = 256  # along the longer side; what is larger is thinned out
+_BINS = 40
+
+
+def _media_in(logs: "logdict") -> "dict[str, Any]":
+    """For the leaf that shows a picture or histogram, what it is called and the thing itself; None for its others."""
+    is_media = lambda x: isinstance(x, Histogram | Image)  # noqa: E731
+    found: dict[str, Any] = {}
+    for key in logs:
+        for path, node in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_media):
+            if is_media(node):
+                name = key + jax.tree_util.keystr(path)
+                leaves = jax.tree_util.tree_leaves_with_path(node)
+                found.update({name + jax.tree_util.keystr(path): None for path, _ in leaves})
+                found[f"{name}.{'pixels' if isinstance(node, Image) else 'counts'}"] = name, node
+    return found
+
+
+def _media_row(column: "Column", name: str, node: "Histogram | Image") -> str:
+    """The last event of each lane."""
+    happened = column.valid.reshape(_by_lane(column))
+    values = column.values.reshape(*happened.shape, *column.values.shape[column.valid.ndim :])
+    last = [lane[np.flatnonzero(have)[-1]] for lane, have in zip(values, happened, strict=True) if have.any()]
+    if isinstance(node, Image):
+        height, width, _ = values.shape[2:]
+        pictures = "".join(map(_picture, last[:_PICTURES])) + (" …" if len(last) > _PICTURES else "")
+        return _cells(column, name, f"image {height}×{width}", "", "", pictures)
+    counts = np.sum(last, axis=0) if last else np.zeros(values.shape[2:])
+    counted, edges = few_bins(Histogram.tree_unflatten(node._edges, (counts, 0, 0, 0)), counts.size)
+    ends = f"{_text(edges[0])} … {_text(edges[-1])}" if counts.any() else ""
+    return _cells(column, name, f"histogram of {counts.sum():,.0f}", "", ends, bars(counted, edges))
+
+
+def _picture(pixels: np.ndarray) -> str:
+    step = -(-max(pixels.shape[:2]) // _PIXELS)
+    data = base64.b64encode(png(pixels[::step, ::step])).decode()
+    return (
+        f"<img src='data:image/png;base64,{data}' style='max-height:96px;min-height:28px;margin:1px;display:inline;"
+        "image-rendering:pixelated' alt='picture'>"
+    )
+
+
+def bars(counts: list[float], edges: list[float]) -> str:
+    """An SVG of a histogram in bins of equal width, which its own need not have."""
+    if not any(counts):
+        return ""
+    even = np.linspace(edges[0], edges[-1], _BINS + 1)
+    heights = np.diff(np.interp(even, edges, np.cumsum([0, *counts])))
+    heights *= (_HEIGHT - 2) / heights.max()
+    width = _WIDTH / _BINS
+    shapes = [
+        f"<rect x='{n * width:.1f}' y='{_HEIGHT - height:.1f}' width='{width - 0.5:.1f}' height='{height:.1f}' "
+        f"fill='{_COLOUR}'/>"
+        for n, height in enumerate(heights)
+    ]
+    return (
+        f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' style='display:block' role='img' "
+        f"aria-label='histogram'>{''.join(shapes)}</svg>"
+    )
+
+
+def _numbers(column: "Column") -> np.ndarray:
+    """`(lane, event)`; arrays by their mean, complex numbers by their magnitude."""
+    values = column.values
+    values = np.abs(values) if values.dtype.kind == "c" else values
+    lead = column.valid.shape
+    with np.errstate(all="ignore"):
+        numbers = values.astype(np.float64).reshape(*lead, math.prod(values.shape[len(lead) :]))
+        numbers = numbers.mean(-1) if numbers.shape[-1] else np.full(lead, np.nan)
+    return numbers.reshape(_by_lane(column))
+
+
+def _by_lane(column: "Column") -> tuple[int, int]:
+    *lanes, events = column.valid.shape
+    return math.prod(lanes), events
+
+
+def _count(column: "Column") -> str:
+    counts = column.valid.sum(-1).reshape(-1)
+    if not len(counts) or counts.min() == counts.max():
+        return f"{int(counts[0]):,}" if len(counts) else "0"
+    return f"{int(counts.min()):,} – {int(counts.max()):,}"
+
+
+def _last(numbers: np.ndarray, valid: np.ndarray) -> str:
+    valid = valid.reshape(numbers.shape)
+    last = [lane[np.flatnonzero(happened)[-1]] for lane, happened in zip(numbers, valid, strict=True) if happened.any()]
+    if not last:
+        return "–"
+    if len(last) == 1:
+        return _text(last[0])
+    with np.errstate(all="ignore"):
+        return f"{_text(np.mean(last))} ± {_text(np.std(last))}"
+
+
+def _text(x: Any) -> str:
+    return html.escape(f"{float(x):.4g}")
+
+
+def curve(numbers: np.ndarray) -> str:
+    """An SVG of `(lane, event)`: the mean as a line, and what all lanes do as a shade behind it."""
+    with np.errstate(all="ignore"):
+        present = np.isfinite(numbers)
+        count = present.sum(0)
+        mean = np.where(count > 0, np.where(present, numbers, 0).sum(0) / np.maximum(count, 1), np.nan)
+    low = np.where(present, numbers, np.inf).min(0, initial=np.inf)
+    high = np.where(present, numbers, -np.inf).max(0, initial=-np.inf)
+    pick = np.flatnonzero(count > 0)
+    if len(pick) < 2:
+        return ""
+    if len(pick) > _POINTS:
+        pick = pick[np.linspace(0, len(pick) - 1, _POINTS).round().astype(int)]
+    bottom, top = float(low[pick].min()), float(high[pick].max())
+    xs = [1 + (_WIDTH - 2) * i / (len(pick) - 1) for i in range(len(pick))]
+
+    def height(y: float) -> float:
+        share = 0.5 if top == bottom or not math.isfinite(top - bottom) else (y - bottom) / (top - bottom)
+        return _HEIGHT - 2 - (_HEIGHT - 4) * share
+
+    def points(ys: Any, xs: Any) -> str:
+        return " ".join(f"{x:.1f},{height(float(y)):.1f}" for x, y in zip(xs, ys, strict=True))
+
+    shade = ""
+    if len(numbers) > 1:
+        outline = points(high[pick], xs) + " " + points(low[pick][::-1], xs[::-1])
+        shade = f"<polygon points='{outline}' fill='{_COLOUR}' fill-opacity='.2'/>"
+    line = f"<polyline points='{points(mean[pick], xs)}' fill='none' stroke='{_COLOUR}' stroke-width='1.5'/>"
+    return (
+        f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' style='display:block' role='img' "
+        f"aria-label='curve'>{shade}{line}</svg>"
+    )

@@ -1,0 +1,648 @@
+"""`logdict`: what users get logs as."""
+
+import contextlib
+import fnmatch
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from lox import _compat, _errors
+from lox._data import _arrays, _format, _frame, _html, _lanes, _reduce, _series, _sites
+from lox._data._lanes import Flags, Laned, unnamed
+from lox._data._series import Series, Site
+
+
+class Layout(NamedTuple):
+    """Which axes the arrays of one key have.
+
+    `ndims` is what the arrays of each leaf had when they were logged, event axis and lanes included: whatever an
+    array has more came from transformations of the whole logdict, such as `vmap(spool(f))`, and stands in front.
+    """
+
+    events: bool
+    flags: tuple[Flags, ...]
+    ndims: tuple[int, ...]
+    step_flags: tuple[tuple[str, Flags], ...] = ()
+    valid_flags: Flags = ()
+    one_event: bool = False  # or none, in some lanes: that is what `tap` delivers
+
+
+class _Keys(tuple[str, ...]):
+    """Keys in the order of logging. The order is for the eye: it does not make two structures differ."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keys) and sorted(self) == sorted(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self)))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class logdict(dict[str, Any]):
+    """A dict of logs that also knows their steps.
+
+    >>> import jax, jax.numpy as jnp, lox
+    >>> def f(xs):
+    ...     def body(i, carry):
+    ...         carry += xs[i]
+    ...         lox.log({"carry": carry}, step=i)
+    ...         return carry
+    ...
+    ...     return jax.lax.fori_loop(0, len(xs), body, 0)
+    >>> y, logs = lox.spool(f)(jnp.arange(3))
+    >>> print(logs, logs.step)
+    {'carry': [0, 1, 3]} {'carry': [0, 1, 2]}
+    >>> print(logs.reduce("mean"), logs.slice[1:], logs + logs)
+    {'carry': 1.3333334} {'carry': [1, 3]} {'carry': [0, 1, 3, 0, 1, 3]}
+
+    Attributes:
+        steps: For each step name, the steps of each key; `logs.step` is short for `logs.steps["step"]`, which is the
+            only way to a step that is called like a method, such as `update` or `items`.
+        valid: For each key whose events did not all happen, a boolean for every slot. Empty if nothing is ragged; all
+            true for a key of which every event happened.
+        dropped: For each key with a capacity, how many events did not fit.
+    """
+
+    steps: dict[str, dict[str, Any]]
+    dropped: dict[str, Any]
+    _padded: "logdict | None" = None  # what these logs are to be made of when they are looked at
+    _valid: dict[str, Any]
+    _layouts: dict[str, Layout]
+
+    def __init__(
+        self,
+        data: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        *,
+        steps: Mapping[str, Mapping[str, Any]] | None = None,
+        valid: Mapping[str, Any] | None = None,
+        dropped: Mapping[str, Any] | None = None,
+        layouts: Mapping[str, Layout] | None = None,
+    ):
+        super().__init__(data)
+        self.steps = {name: dict(of) for name, of in (steps or {}).items()}
+        self._valid = dict(valid or {})
+        self.dropped = dict(dropped or {})
+        self._layouts = dict(layouts or {})
+
+    # --- as a dict and a pytree ---
+
+    def __getattr__(self, name: str) -> dict[str, Any]:
+        if self._padded is not None:
+            self._settle()
+            return getattr(self, name)
+        if name.startswith("_") or "steps" not in self.__dict__:
+            raise AttributeError(name)
+        if name in self.steps:
+            return _Steps(self.steps[name])
+        known = f"The steps are {_errors.listing(self.steps)}." if self.steps else "Nothing was logged with a step."
+        hint = _errors.nearest(name, [*self.steps, *(n for n in dir(logdict) if n[0] != "_" and n != "steps")])
+        # With a name, or Python would look for a suggestion of its own.
+        raise _errors.StepError(f"these logs have no step {name!r}. {known}{hint}", name=name)
+
+    def __getitem__(self, key: str) -> Any:
+        # As those of `_settling`, but this one is called all the time.
+        if self._padded is not None:
+            self._settle()
+        return super().__getitem__(key)
+
+    def __missing__(self, key: Any) -> Any:
+        raise _no_key(key, self)
+
+    @property
+    def valid(self) -> dict[str, Any]:
+        """Which slots of each key happened."""
+        return _Valid(self)
+
+    @valid.setter
+    def valid(self, valid: Mapping[str, Any]) -> None:
+        self._valid = dict(valid)
+
+    def _of_present(self, of: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: of[k] for k in self if k in of}
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Values, steps and validity are children; keys and axes are structure."""
+        steps = {name: of for name in sorted(self.steps) if (of := self._of_present(self.steps[name]))}
+        children = (
+            (jax.tree_util.GetAttrKey("values"), {k: self[k] for k in sorted(self)}),
+            (jax.tree_util.GetAttrKey("steps"), steps),
+            (jax.tree_util.GetAttrKey("valid"), self._of_present(self._valid)),
+            (jax.tree_util.GetAttrKey("dropped"), self._of_present(self.dropped)),
+        )
+        layouts = tuple((k, self._layout(k)) for k in sorted(self))
+        return children, (_Keys(self), layouts)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "logdict":
+        """The inverse of `tree_flatten_with_keys`."""
+        # Without `__init__`, which would copy: every call of a spooled function comes through here.
+        keys, layouts = aux
+        values, steps, valid, dropped = children
+        logs = cls.__new__(cls)
+        for key in keys:
+            dict.__setitem__(logs, key, values[key])
+        logs.__dict__ = {"steps": steps, "_valid": valid, "dropped": dropped, "_layouts": dict(layouts)}
+        return logs
+
+    def _layout(self, key: str) -> Layout:
+        if key in self._layouts:
+            return self._layouts[key]
+        # Made by hand: a value is one event, unless its steps say that it is several.
+        leaves = jax.tree.leaves(self[key])
+        steps = tuple((name, ()) for name, of in sorted(self.steps.items()) if key in of)
+        events = any(np.ndim(self.steps[name][key]) for name, _ in steps) or np.ndim(self.valid.get(key, 0)) > 0
+        return Layout(events, ((),) * len(leaves), tuple(np.ndim(x) for x in leaves), steps)
+
+    def _outer(self, key: str) -> int:
+        """How many axes stand in front of those that were logged."""
+        layout = self._layout(key)
+        outer = {np.ndim(x) - n for x, n in zip(jax.tree.leaves(self[key]), layout.ndims, strict=True)}
+        if len(outer) != 1 or min(outer) < 0:
+            raise _errors.LoxError(
+                f"the arrays of {key!r} have lost axes since they were logged: they cannot be taken for events."
+            )
+        return outer.pop()
+
+    def copy(self) -> "logdict":
+        """A shallow copy, steps included."""
+        return self._replace({k: self[k] for k in self})
+
+    def _replace(self, data: dict[str, Any], **changes: Any) -> "logdict":
+        fields: dict[str, Any] = dict(steps=self.steps, valid=self.valid, dropped=self.dropped, layouts=self._layouts)
+        new = logdict(data, **(fields | changes))
+        new.steps = {name: new._of_present(of) for name, of in new.steps.items()}
+        new.steps = {name: of for name, of in new.steps.items() if of}
+        new.valid, new.dropped = new._of_present(new.valid), new._of_present(new.dropped)
+        new._layouts = new._of_present(new._layouts)
+        return new
+
+    def asdict(self) -> dict[str, Any]:
+        """A plain dict of the values."""
+        return dict(self)
+
+    def __str__(self) -> str:
+        return _format.compact(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a table of the keys, with their curves."""
+        return _html.to_html(self)
+
+    def to_dataframe(self, form: str = "long") -> Any:
+        """The logs as a pandas `DataFrame`. Only events that happened are in it.
+
+        >>> import jax, jax.numpy as jnp, lox
+        >>> def f(xs):
+        ...     def step(carry, x):
+        ...         lox.log({"x": x, "double": 2 * x}, step=x)
+        ...         return carry, None
+        ...
+        ...     return jax.lax.scan(step, 0, xs)[0]
+        >>> _, logs = lox.spool(f)(jnp.arange(2))
+        >>> print(logs.to_dataframe().to_string())
+              key  event  step  value
+        0       x      0     0      0
+        1       x      1     1      1
+        2  double      0     0      0
+        3  double      1     1      2
+        >>> print(logs.to_dataframe("wide").to_string())
+           step  x  double
+        0     0  0       0
+        1     1  1       2
+
+        Lanes of a `vmap` are told apart by a column `lane` (`lane_0`, `lane_1`, ... if there are several, outermost
+        first); what does not depend on the lane is repeated for each. A pytree has a key per leaf, such as
+        `stats['mean']`. Arrays are kept whole, as objects. A step that an event does not have is missing.
+
+        Args:
+            form: `"long"`: a row per event and key. `"wide"`: a row per lane and steps, with a column for every key;
+                keys without steps go by the number of the event.
+        """
+        return _frame.to_dataframe(self, form)
+
+    # --- choosing and renaming ---
+
+    def filter(self, which: str | Iterable[str] | Callable[..., Any]) -> "logdict":
+        """The keys that match: names, globs such as `"train/*"`, or a function of the key, or of key and value."""
+        if callable(which):
+            with_value = _takes_two(which)
+            return self._replace({k: v for k, v in self.items() if (which(k, v) if with_value else which(k))})
+        patterns = [which] if isinstance(which, str) else list(which)
+        return self._replace({k: v for k, v in self.items() if any(fnmatch.fnmatchcase(k, p) for p in patterns)})
+
+    def prefix(self, prefix: str) -> "logdict":
+        """The same logs with `prefix` in front of every key."""
+
+        def renamed(of: Mapping[str, Any]) -> dict[str, Any]:
+            return {prefix + k: v for k, v in of.items()}
+
+        return logdict(
+            renamed(self),
+            steps={name: renamed(of) for name, of in self.steps.items()},
+            valid=renamed(self.valid),
+            dropped=renamed(self.dropped),
+            layouts=renamed(self._layouts),
+        )
+
+    # --- combining ---
+
+    def __or__(self, other: Mapping[str, Any]) -> "logdict":  # type: ignore[override]
+        """Merge: keys of both; where both have one, that of `other` with its steps."""
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        other = other if isinstance(other, logdict) else logdict(other)
+        mine = self._replace({k: v for k, v in self.items() if k not in other})
+        names = dict.fromkeys([*mine.steps, *other.steps])
+        merged = logdict(
+            {**self, **other},
+            steps={name: {**mine.steps.get(name, {}), **other.steps.get(name, {})} for name in names},
+            valid={**mine.valid, **other.valid},
+            dropped={**mine.dropped, **other.dropped},
+            layouts={**mine._layouts, **other._layouts},
+        )
+        return merged
+
+    def __ror__(self, other: Mapping[str, Any]) -> "logdict":  # type: ignore[override]
+        return logdict(other) | self
+
+    def __ior__(self, other: Mapping[str, Any]) -> "logdict":  # type: ignore[override,misc]
+        return self | other
+
+    def __add__(self, other: "logdict") -> "logdict":
+        """Events of `other` after those of `self`, key by key."""
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        other = other if isinstance(other, logdict) else logdict(other)
+        both = self | other
+        for key in self:
+            if key in other:
+                outer = self._outer(key)
+                parts = [self._to_series(key), other._to_series(key)]
+                both._set_series(_series.concatenate(parts, outer), outer)
+        for key in self.dropped.keys() & other.dropped.keys():
+            both.dropped[key] = self.dropped[key] + other.dropped[key]
+        return both
+
+    def __radd__(self, other: Any) -> "logdict":
+        return self if other == 0 else logdict(other) + self  # so that sum() works
+
+    def _to_series(self, key: str) -> Series:
+        leaves, treedef = jax.tree.flatten(self[key])
+        layout = self._layout(key)
+        flags = dict(layout.step_flags)
+        valid = self.valid.get(key)
+        return Series(
+            values=[
+                Laned(np.asarray(x) if np.isscalar(x) else x, f) for x, f in zip(leaves, layout.flags, strict=True)
+            ],
+            steps={
+                name: Laned(np.asarray(of[key]) if np.isscalar(of[key]) else of[key], flags.get(name, ()))
+                for name, of in self.steps.items()
+                if key in of
+            },
+            valid=None if valid is None else Laned(valid, layout.valid_flags),
+            treedef=treedef,
+            single=not layout.events,
+            key=key,
+            site=Site("an unknown line"),
+        )
+
+    def _set_series(self, series: Series, outer: int = 0) -> None:
+        key = series.key
+        self[key] = jax.tree.unflatten(series.treedef, [x.tree for x in series.values])
+        for name, x in series.steps.items():
+            self.steps.setdefault(name, {})[key] = x.tree
+        if series.valid is not None:
+            self.valid[key] = series.valid.tree
+        self._layouts[key] = Layout(
+            not series.single,
+            tuple(unnamed(x.flags) for x in series.values),
+            tuple(np.ndim(x.tree) - outer for x in series.values),
+            tuple((name, unnamed(x.flags)) for name, x in sorted(series.steps.items())),
+            unnamed(series.valid.flags) if series.valid is not None else (),
+        )
+
+    @classmethod
+    def from_series(cls, all_series: Iterable[Series], reduced: Iterable[str] = ()) -> "logdict":
+        """Collected events as logs: slots in which nothing happened are filled with NaN, 0 or -1.
+
+        A key that may not have happened always has an event axis, unless it was reduced.
+        """
+        logs = cls()
+        for series in all_series:
+            if series.valid is not None:
+                series = _blank(series if series.key in reduced else series.expanded())
+            logs._set_series(series)
+        return logs
+
+    # --- along the event axis ---
+
+    @property
+    def slice(self) -> "_Slicer":
+        """`logs.slice[a:b:c]`: some of the events of each key. Keys of a single event stay as they are."""
+        return _Slicer(self)
+
+    def _map_events(self, key: str, fun: Callable[[Any, int], Any], into: "logdict") -> None:
+        """Apply `fun(array, axis)` to all arrays of a key that have the event axis."""
+        axis = self._outer(key)
+        into[key] = jax.tree.map(lambda x: fun(x, axis), self[key])
+        for name, of in self.steps.items():
+            if key in of:
+                into.steps[name][key] = fun(of[key], axis)
+        if key in self.valid:
+            into.valid[key] = fun(self.valid[key], axis)
+
+    def reduce(self, how: Any) -> "logdict":
+        """Combine the events of each key into one: `"mean"`, `"last"`, ..., or a mapping from key to reduction.
+
+        Slots in which nothing happened do not count. Keys of a single event stay as they are.
+        """
+        if isinstance(how, Mapping) and set(how) - set(self):
+            raise _errors.OptionError(
+                f"`reduce` names {_errors.listing(set(how) - set(self))}; the keys are {_errors.listing(self)}."
+            )
+        new = self.copy()
+        for key in self:
+            reduction = _reduce.resolve(how, key)
+            layout = self._layout(key)
+            if reduction is None or reduction.name == "append" or not layout.events:
+                continue
+            axis, series = self._outer(key), self._to_series(key)
+            happened = None
+            if series.valid is not None:
+                happened = series.valid.tree.any(axis)
+            reduced = [_reduce.over_events(reduction, x, series.valid, axis) for x in series.values]
+            new[key] = reduced[0] if reduction.name == "count" else jax.tree.unflatten(series.treedef, reduced)
+            for name, x in series.steps.items():
+                new.steps[name][key] = _reduce.last_event(x, series.valid, axis)
+            new.valid.pop(key, None)
+            if happened is not None and not _all_true(happened):
+                new.valid[key] = happened
+            elif not series.count(axis):
+                xp = _arrays.numpy_for(series.values)
+                new.valid[key] = xp.zeros(series.values[0].tree.shape[:axis], bool)
+            leaves = jax.tree.leaves(new[key])
+            flags = layout.flags[:1] if reduction.name == "count" else layout.flags
+            new._layouts[key] = layout._replace(
+                events=False, flags=flags, ndims=tuple(np.ndim(x) - axis for x in leaves)
+            )
+        return new
+
+    def event_counts(self) -> dict[str, int]:
+        """How many slots for events each key has; a key without an event axis has one."""
+        counts = {}
+        for key in self:
+            axis = self._outer(key)
+            counts[key] = jax.tree.leaves(self[key])[0].shape[axis] if self._layout(key).events else 1
+        return counts
+
+    def compact(self) -> "logdict":
+        """Without the slots in which nothing happened. Needs concrete arrays; does nothing if nothing is ragged.
+
+        With lanes, a slot stays if it happened in any lane, and `valid` says in which.
+        """
+        warn_of_dropped(self)
+        return self.without_empty_slots()
+
+    def without_empty_slots(self) -> "logdict":
+        """`compact`, but for its warning."""
+        new = self.copy()
+        with _compat.own_transfers():
+            for key in list(self.valid):
+                valid = np.asarray(self.valid[key])
+                layout = self._layout(key)
+                if layout.events:
+                    axis = self._outer(key)
+                    keep = np.flatnonzero(valid.any(tuple(i for i in range(valid.ndim) if i != axis)))
+                    if len(keep) < valid.shape[axis]:
+                        self._map_events(key, lambda x, axis, keep=keep: _arrays.take(x, keep, axis), new)
+                        valid = valid.take(keep, axis)
+                if valid.all():
+                    del new.valid[key]
+        return new
+
+    def compacted_when_looked_at(self) -> "logdict":
+        """`compact`, which has to wait for the values, put off until somebody wants to know them.
+
+        The keys are there at once. All else begins with `_settle`: methods of dict by `_settling` below, attributes
+        because they are missing until then.
+        """
+        logs = logdict.__new__(logdict)
+        dict.update(logs, self)
+        logs.__dict__ = {"_padded": self, "_settling": threading.RLock()}
+        return logs
+
+    def _settle(self) -> None:
+        """Become what was put off."""
+        with self.__dict__.get("_settling", _settled):
+            if self._padded is not None:
+                # Whoever looks first may be under jit or vmap, which have no part in these values.
+                with _compat.set_current_trace(_compat.eval_trace):
+                    compacted = self._padded.without_empty_slots()
+                dict.update(self, compacted)
+                self.__dict__ = compacted.__dict__
+
+    def lane(self, index: int) -> "logdict":
+        """The logs of one lane, compacted, whether the `vmap` was inside `spool` or outside."""
+        new = self.copy()
+        found = False
+        for key in self:
+            outer, layout = self._outer(key), self._layout(key)
+            # A key has been under a vmap even if nothing of it depends on the lane.
+            found = found or outer > 0 or any(layout.flags) or any(layout.valid_flags)
+
+            def pick(x: Any, flags: Flags, outer: int = outer, events: bool = layout.events) -> Any:
+                if outer:
+                    return _compat.gathered(x, 0)[index]
+                return _compat.gathered(x, events)[(slice(None),) * events + (index,)] if any(flags[:1]) else x
+
+            leaves, treedef = jax.tree.flatten(self[key])
+            new[key] = jax.tree.unflatten(treedef, map(pick, leaves, layout.flags))
+            for name, flags in layout.step_flags:
+                new.steps[name][key] = pick(self.steps[name][key], flags)
+            if key in self.valid:
+                new.valid[key] = pick(self.valid[key], layout.valid_flags)
+            if key in self.dropped:
+                new.dropped[key] = (
+                    _compat.gathered(self.dropped[key], 0)[index] if np.ndim(self.dropped[key]) else self.dropped[key]
+                )
+            if not outer:
+                drop = lambda f: f[1:]  # noqa: E731
+                new._layouts[key] = Layout(
+                    layout.events,
+                    tuple(map(drop, layout.flags)),
+                    tuple(n - any(f[:1]) for n, f in zip(layout.ndims, layout.flags, strict=True)),
+                    tuple((name, drop(f)) for name, f in layout.step_flags),
+                    drop(layout.valid_flags),
+                    layout.one_event,
+                )
+            if layout.one_event and key in new.valid and not np.any(np.asarray(new.valid[key])):
+                del new[key]
+        if not found:
+            raise _errors.LoxError("these logs have no lanes: nothing was logged under `vmap`.")
+        return new.compact()
+
+
+_settled = contextlib.nullcontext()  # another thread was faster
+
+
+def _settling(name: str) -> Any:
+    method = getattr(dict, name)
+
+    @functools.wraps(method)
+    def settling(self: logdict, *args: Any, **kwargs: Any) -> Any:
+        if self._padded is not None:
+            self._settle()
+        return method(self, *args, **kwargs)
+
+    del settling.__wrapped__  # the doctests of Python 3.12 look for its source
+    return settling
+
+
+# `__iter__` has keys only, but with one that is not dict's own, `dict(logs)` and `{**logs}` use these methods too.
+for _name in (
+    *("__setitem__", "__delitem__", "__iter__", "__eq__", "__ne__", "__repr__", "__reduce_ex__"),
+    *("clear", "get", "items", "pop", "popitem", "setdefault", "update", "values"),
+):
+    setattr(logdict, _name, _settling(_name))
+
+
+def joined(parts: Iterable[logdict]) -> logdict:
+    """The events of all parts, one after the other; every key has an event axis."""
+    series: dict[str, list[Series]] = {}
+    for part in parts:
+        for key in part:
+            series.setdefault(key, []).append(part._to_series(key).expanded())
+    return logdict.from_series(_series.concatenate(found) for found in series.values())
+
+
+def warn_of_dropped(logs: logdict, warn: Callable[[str], None] = _sites.warn) -> None:
+    """Tell of events that did not fit."""
+    for key, dropped in logs.dropped.items():
+        with _compat.own_transfers():
+            most = int(np.max(np.asarray(dropped)))
+        if most > 0:
+            warn(
+                f"{key!r} had more events than its capacity: {most} were dropped. "
+                "Raise `capacity`, or use `reduce` or `tap`."
+            )
+
+
+def _no_key(key: Any, logs: logdict) -> _errors.KeyNotFoundError:
+    hint = _errors.nearest(key, logs) if isinstance(key, str) else ""
+    known = f"The keys are {_errors.listing(logs)}." if logs else "They are empty."
+    return _errors.KeyNotFoundError(f"these logs have no key {key!r}. {known}{hint}")
+
+
+def _takes_two(fun: Callable[..., Any]) -> bool:
+    """Whether a function needs two arguments."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # some builtins do not tell
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in positional) == 2
+
+
+@jax.tree_util.register_pytree_node_class
+class _Valid(dict[str, Any]):
+    """The masks of ragged keys. Asked for another key, it knows that all of its events happened.
+
+    Made whenever it is asked for, and what changes it changes the logs: kept, it and the logs would refer to each other
+    and live until Python looks for cycles, and with them arrays on devices.
+    """
+
+    def __init__(self, logs: logdict):
+        super().__init__(logs._valid)
+        self._logs = logs
+
+    def __missing__(self, key: str) -> Any:
+        logs = self._logs
+        if key not in logs:
+            raise _no_key(key, logs)
+        return np.ones(np.shape(jax.tree.leaves(logs[key])[0])[: logs._outer(key) + logs._layout(key).events], bool)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        """As a dict."""
+        return (dict(self),), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Any) -> dict[str, Any]:
+        """As a dict."""
+        del aux
+        return children[0]
+
+
+def _writing_through(name: str) -> Callable[..., Any]:
+    def method(self: _Valid, *args: Any, **kwargs: Any) -> Any:
+        getattr(self._logs._valid, name)(*args, **kwargs)
+        return getattr(dict, name)(self, *args, **kwargs)
+
+    return method
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(_Valid, _name, _writing_through(_name))
+
+
+class _Steps(dict[str, Any]):
+    """The steps of each key, which print as compactly as the logs."""
+
+    def __str__(self) -> str:
+        return _format.compact(logdict(self))
+
+
+class _Slicer:
+    def __init__(self, logs: logdict):
+        self._logs = logs
+
+    def __getitem__(self, index: Any) -> logdict:
+        if not isinstance(index, slice):
+            raise _errors.LogTypeError(f"`logs.slice` takes a slice such as [a:b:c], not {index!r}.")
+        new = self._logs.copy()
+        for key in self._logs:
+            if self._logs._layout(key).events:
+                self._logs._map_events(key, lambda x, axis: x[(slice(None),) * axis + (index,)], new)
+        return new
+
+
+def _all_true(x: Any) -> bool:
+    return not isinstance(x, _compat.Tracer) and bool(np.asarray(x).all())
+
+
+def _blank(series: Series) -> Series:
+    """Slots in which nothing happened get the missing value: what stands there was computed for another lane."""
+    assert series.valid is not None
+    valid, flags, lead = series.valid, series.valid.flags, series.lead
+
+    def blanked(x: Laned, missing: Callable[[Any], Any]) -> Laned:
+        if _arrays.is_prng_key(x.tree.dtype):
+            return x
+        have = x.flags or (False,) * len(flags)
+        # A value that is the same in all lanes is missing only where no lane has it.
+        same = tuple(lead + sum(map(bool, flags[:i])) for i, f in enumerate(flags) if f and not have[i])
+        mask = Laned(valid.tree.any(same), tuple(f and g for f, g in zip(flags, have, strict=True))) if same else valid
+        mask = _lanes.expand_to(mask, have, x.tree.ndim, lead)
+        return Laned(_arrays.numpy_for(x.tree).where(mask, x.tree, missing(x.tree.dtype)), x.flags)
+
+    return Series(
+        [blanked(x, _arrays.missing_value) for x in series.values],
+        {name: blanked(x, _arrays.missing_step) for name, x in series.steps.items()},
+        valid,
+        series.treedef,
+        series.single,
+        series.key,
+        series.site,
+    )

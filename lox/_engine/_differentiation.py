@@ -1,0 +1,83 @@
+"""Partial evaluation of what logs: every event once, in the forward pass.
+
+Differentiating, JAX splits a program in what is known now and what is left for later. Three of its rules would move,
+lose or repeat logs. These stand before them, and only where something logs:
+
+* A scan evaluates once, outside, what does not change from one iteration to the next. A primitive with logs inside has
+  to stay where it is.
+* `jax.linearize` of a while loop runs the known part, and later the whole loop again for the rest. The second time
+  must be silent.
+* So must the loop that remat runs again in the backward pass.
+"""
+
+import functools
+from typing import Any
+
+from jax.extend.core import primitives
+from jax.interpreters import partial_eval as pe
+
+from lox import _compat
+from lox._engine._interpret import Drop, Run, run_function, transformed
+from lox._engine._masking import Silence
+
+_while_p = primitives.while_p
+
+
+def _reports(params: dict[str, Any]) -> bool:
+    return any(_compat.has_logs(jaxpr) or _compat.calls_host(jaxpr) for jaxpr in _compat.sub_jaxprs(params))
+
+
+def _silent(params: dict[str, Any]) -> dict[str, Any]:
+    run = Run(Silence(), ())
+    return dict(params, **{k: transformed(run, params[k], ()).jaxpr for k in ("cond_jaxpr", "body_jaxpr")})
+
+
+class _Later:
+    """Stands for a trace, and remembers what shall be run later instead of noting it down at once."""
+
+    def __init__(self) -> None:
+        self.outs: list[object] = []
+
+    def default_process_primitive(self, primitive: Any, tracers: Any, params: Any) -> list[object]:
+        """One placeholder for every result."""
+        del tracers
+        self.outs = [object() for _ in _compat.out_avals(params["body_jaxpr"])]
+        return self.outs
+
+
+def _linearized_while(rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
+    later = _Later()
+    outs = list(rule(later, *tracers, **params))
+    if outs == later.outs:  # nothing has been run yet
+        return trace.default_process_primitive(_while_p, tracers, params)
+    rest = trace.default_process_primitive(_while_p, tracers, _silent(params))
+    return [rest[later.outs.index(x)] if x in later.outs else x for x in outs]
+
+
+def _stay_in_place(primitive: Any, rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
+    if _reports(params):
+        if _compat.is_hoisting():
+            tracers = tuple(trace.instantiate_const(t) for t in tracers)
+            return trace.default_process_primitive(primitive, tracers, params)
+        if primitive is _while_p:
+            return _linearized_while(rule, trace, *tracers, **params)
+    return rule(trace, *tracers, **params)
+
+
+def _while_under_remat(rule: Any, saveable: Any, unks_in: Any, inst_in: Any, eqn: Any) -> Any:
+    known, staged, *rest = rule(saveable, unks_in, inst_in, eqn)
+    if known is not None and staged is not None and _reports(eqn.params):
+        effects = staged.effects - {_compat.log_effect, *_compat.host_call_effects}
+        staged = staged.replace(params=_silent(staged.params), effects=effects)
+    return known, staged, *rest
+
+
+def install() -> None:
+    """Put the rules in place."""
+    for primitive, rule in list(pe.custom_partial_eval_rules.items()):
+        if not primitive.name.startswith("lox"):
+            pe.custom_partial_eval_rules[primitive] = functools.partial(_stay_in_place, primitive, rule)
+    _compat.inline_calls()
+    _compat.silence_flax_probe(lambda body, *args: run_function(Drop(), body, args, {})[0])
+    rules = pe.partial_eval_jaxpr_custom_rules
+    rules[_while_p] = functools.partial(_while_under_remat, rules[_while_p])

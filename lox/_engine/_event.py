@@ -1,0 +1,161 @@
+"""One execution of `lox.log`: its static part, its arrays, and the way from and to the operands of a primitive."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from lox._data import _arrays, _reduce
+from lox._data._lanes import Flags, Laned
+from lox._data._logdict import logdict
+from lox._data._series import Series, Site
+
+PyTreeDef = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Meta:
+    """The static part of an event: everything but its arrays.
+
+    `log_p` has one operand for every leaf of every key, then one for every step, then the weight and the mask if
+    there are any; `flags` has the lanes of each.
+    """
+
+    keys: tuple[str, ...]
+    treedefs: tuple[PyTreeDef, ...]
+    reductions: tuple[_reduce.Reduction | None, ...]
+    steps: tuple[str, ...]
+    tags: frozenset[str]
+    weighted: bool
+    masked: bool
+    explicit: bool
+    seen: bool  # by a tap or spool that let it flow on: the default sink stays silent
+    site: str
+    flags: tuple[Flags, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One execution of `lox.log`, as handlers see it."""
+
+    values: dict[str, list[Laned]]
+    treedefs: dict[str, PyTreeDef]
+    reductions: dict[str, _reduce.Reduction | None]
+    steps: dict[str, Laned]
+    weight: Laned | None
+    mask: Laned | None
+    tags: frozenset[str]
+    explicit: bool
+    seen: bool
+    site: str
+    path: str = ""  # of the scopes around it
+
+    @classmethod
+    def from_operands(cls, meta: Meta, operands: Iterable[Any], path: str = "") -> "Event":
+        """Sort the operands of `log_p`."""
+        rest = iter([Laned(_arrays.as_array(x), f) for x, f in zip(operands, meta.flags, strict=True)])
+        return cls(
+            values={
+                k: [next(rest) for _ in range(t.num_leaves)] for k, t in zip(meta.keys, meta.treedefs, strict=True)
+            },
+            treedefs=dict(zip(meta.keys, meta.treedefs, strict=True)),
+            reductions=dict(zip(meta.keys, meta.reductions, strict=True)),
+            steps={s: next(rest) for s in meta.steps},
+            weight=next(rest) if meta.weighted else None,
+            mask=next(rest) if meta.masked else None,
+            tags=meta.tags,
+            explicit=meta.explicit,
+            seen=meta.seen,
+            site=meta.site,
+            path=path,
+        )
+
+    @classmethod
+    def from_series(cls, series: Series) -> "Event":
+        """The event that contributes this series of one."""
+        key = series.key
+        return cls(
+            values={key: series.values},
+            treedefs={key: series.treedef},
+            reductions={key: None},
+            steps=series.steps,
+            weight=None,
+            mask=series.valid,
+            tags=frozenset(),
+            explicit=False,
+            seen=False,
+            site=str(series.site),
+        )
+
+    def to_operands(self) -> tuple[list[Any], Meta]:
+        """The inverse of `from_operands`."""
+        laned = [x for leaves in self.values.values() for x in leaves] + list(self.steps.values())
+        laned += [x for x in (self.weight, self.mask) if x is not None]
+        meta = Meta(
+            keys=tuple(self.values),
+            treedefs=tuple(self.treedefs[k] for k in self.values),
+            reductions=tuple(self.reductions[k] for k in self.values),
+            steps=tuple(self.steps),
+            tags=self.tags,
+            weighted=self.weight is not None,
+            masked=self.mask is not None,
+            explicit=self.explicit,
+            seen=self.seen,
+            site=self.site,
+            flags=tuple(x.flags for x in laned),
+        )
+        return [x.tree for x in laned], meta
+
+    def replace(self, **changes: Any) -> "Event":
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def only(self, keys: Iterable[str]) -> "Event":
+        """The part of the event that concerns these keys."""
+        return self.replace(values={k: self.values[k] for k in self.values if k in set(keys)})
+
+    def masked(self, mask: Any) -> "Event":
+        """The same event, under a condition more."""
+        if self.mask is not None:
+            return self.replace(mask=Laned(self.mask.tree & mask, self.mask.flags))
+        return self.replace(mask=Laned(mask, (False,) * len(next(iter(self.values.values()))[0].flags)))
+
+    def owned(self) -> "Event":
+        """The same event with arrays that nobody else can donate."""
+        operands, meta = self.to_operands()
+        return Event.from_operands(meta, _arrays.owned(operands), self.path)
+
+    def prefixed(self, prefix: str) -> "Event":
+        """The same event under longer names."""
+        if not prefix:
+            return self
+        renamed = lambda of: {prefix + k: v for k, v in of.items()}  # noqa: E731
+        return self.replace(
+            values=renamed(self.values), treedefs=renamed(self.treedefs), reductions=renamed(self.reductions)
+        )
+
+    def in_scope(self) -> "Event":
+        """The same event under the names that users see: those of the scopes around it included.
+
+        What is bound again where it was must not have them, since the scopes are still around it.
+        """
+        return self.prefixed(self.path).replace(path="")
+
+    def series(self, key: str) -> Series:
+        """What the event contributes to one of its keys."""
+        strong = lambda x: Laned(_arrays.strong(x.tree), x.flags)  # noqa: E731
+        return Series(
+            values=[strong(x) for x in self.values[key]],
+            steps={name: strong(x) for name, x in self.steps.items()},
+            valid=self.mask,
+            treedef=self.treedefs[key],
+            single=True,
+            key=key,
+            site=Site(self.site),
+        )
+
+    def as_logdict(self) -> logdict:
+        """The event as users see it: no event axis."""
+        logs = logdict()
+        for key in self.values:
+            logs._set_series(self.series(key))
+        return logs

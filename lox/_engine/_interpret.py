@@ -1,0 +1,895 @@
+"""The interpreter: run a function and hand every log in it to a handler.
+
+Two things can contain a log. A Python function is run under a `jax.core.Trace` of our own: operations without logs go
+straight on to the trace around, so values stay as concrete as they were and Python's control flow keeps working. A
+jaxpr (the body of a jit, a loop, a branch) is interpreted equation by equation; the primitive that owns it is then
+rebuilt by its rule in `_rules.py`. Neither mutates what it reads.
+
+What becomes of an event is up to the handler, through two channels. `Run.state` is threaded through the program: it
+enters every block and comes out changed, in the carry of loops (reductions, buffers, the order of callbacks).
+`Run.pieces` is what a block has collected: it only comes out, stacked by loops (the events that `spool` returns).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
+
+import jax
+
+from lox import _compat, _errors
+from lox._engine import _emit, _hidden
+from lox._engine._event import Event, Meta
+from lox._engine._primitive import bind, log_p
+from lox._engine._select import Logged, Names
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """How many events of one key there will be, as far as can be told without running anything."""
+
+    count: float = 0  # at most; infinite if unknown
+    exact: bool = True  # exactly so many, and in every lane
+    looped: bool = False  # some of them in a loop
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(self.count + other.count, self.exact and other.exact, self.looped or other.looped)
+
+
+class Handler:
+    """Decides what becomes of events. Immutable and hashable: handlers are keys of caches."""
+
+    def wants(self, meta: Meta, path: str) -> bool:
+        """Whether anything can become of an event; if not, what is computed only for it is not computed at all."""
+        del meta, path
+        return True
+
+    def initial_state(self) -> Any:
+        """What is threaded through the program."""
+        return ()
+
+    def event(self, run: "Run", event: Event) -> None:
+        """Take one event: change `run.state`, or add to `run.pieces`."""
+        raise NotImplementedError
+
+    def check(self, run: "Run", piece: Any) -> None:
+        """Error if this cannot be gathered with what was collected before."""
+        del run, piece
+
+    def gather(self, pieces: list[Any]) -> Any:
+        """One piece that stands for several, in order."""
+        del pieces
+        return ()
+
+    def unroll(self, piece: Any, reverse: bool) -> Any:
+        """The piece of a whole loop, from that of its body with one more leading axis."""
+        del reverse
+        return piece
+
+    def unify(self, pieces: list[Any]) -> list[Callable[[Any], Any]] | None:
+        """For alternative branches: how to make their pieces alike, or None if they are."""
+        del pieces
+        return None
+
+    def allows(self, run: "Run", struct: Any) -> bool:
+        """Whether a block that runs once may leave the state with another type, `struct`, than it found."""
+        del run, struct
+        return False
+
+    def extend(self, run: "Run", struct: Any) -> None:
+        """Give `run.state` the type `struct`, which the body of a loop leaves behind."""
+        raise NotImplementedError
+
+    def before(self, run: "Run", find: Callable[[], dict[str, Tally]]) -> None:
+        """Called at the outermost level before anything with logs is run; `find()` tells which."""
+        del run, find
+
+    def after(self, run: "Run", completed: bool) -> None:
+        """Called when it has been run, or has failed."""
+        del run, completed
+
+    def counts(self, meta: Meta, path: str) -> list[str]:
+        """The keys of a log that a tally shall count."""
+        raise NotImplementedError
+
+    def split(self, run: "Run", jaxprs: Iterable[Any]) -> "Blocks | None":
+        """How to split a loop whose iterations run these jaxprs; None if it stays as it is."""
+        del run, jaxprs
+        return None
+
+    @property
+    def names(self) -> Names | None:
+        """What there must be among the logs, or else that is told."""
+        return None
+
+    sees_calls: ClassVar[bool] = False  # whether calls of the host are handed to it too
+    masks_lanes: ClassVar[bool] = True  # whether events of Equinox's loops count only where the lane goes on
+
+    def call(self, run: "Run", primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+        """Take a call of the host that can be masked."""
+        raise NotImplementedError
+
+    @property
+    def in_place(self) -> bool:
+        """Whether events never change the arguments or results of a block, so that primitives stay as they are."""
+        return False
+
+    def split_state(self, state: Any, keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
+        """The part of the state that concerns these keys, and how to put the rest back."""
+        del keys
+        return state, lambda part: part
+
+    def for_rules(self) -> "Handler":
+        """What becomes of logs inside derivative rules, when the transformed function is differentiated.
+
+        The events of a function are those of its primal, so rules must not add to them.
+        """
+        return self
+
+
+class Blocks(Protocol):
+    """A loop split into blocks of iterations, after each of which the handler does something."""
+
+    @property
+    def iterations(self) -> int:
+        """How many iterations a block has."""
+        ...
+
+    def run(self, run: "Run", bounded: bool, execute: Callable[["Run"], Any], room_for: int | None = None) -> Any:
+        """Run one block, `execute(run)`, then `flush`; if it is not `bounded`, it may have fewer iterations."""
+        ...
+
+    def flush(self, run: "Run", room_for: int | None = None) -> None:
+        """Between blocks: let go of everything held, or of what leaves no room for that many iterations."""
+        ...
+
+
+class Retrace(Exception):
+    """Control flow: what is being traced is given up."""
+
+
+class Grown(Retrace):
+    """A block left the state with another type than it found, and must be traced again."""
+
+    def __init__(self, owner: "Run", struct: Any):
+        super().__init__(owner, struct)
+        self.owner, self.struct = owner, struct
+
+
+class Run:
+    """One block under way: its state, what it has collected, and the keys it logs.
+
+    `keys` has them in order of first appearance, and whether an event is certain to happen.
+    `unbounded` says that the block repeats an unknown number of times, so that nothing can be stacked.
+    `path` is that of the scopes around the block, and `inside` that of the scopes around the equation under way.
+    `alike` are the mesh axes along which all devices run the block, and differ only in values whose types say so.
+    """
+
+    def __init__(
+        self, handler: Handler, state: Any, unbounded: bool = False, path: str = "", alike: frozenset[Any] = frozenset()
+    ):
+        self.handler, self.state, self.unbounded, self.path, self.alike = handler, state, unbounded, path, alike
+        self.pieces: list[Any] = []
+        self.keys: dict[str, bool] = {}
+        self.notes: dict[str, Any] = {}  # what the handler remembers of each key at the outermost level
+        self.models: dict[str, Any] = {}  # what the first events of each key were like, that others must fit
+        self.inside = path
+        self.logged: Logged | None = None  # all there is, selected or not, if somebody wants to know
+        self.has_rules = False  # of differentiation, which may log too
+        self._scopes = len(_compat.open_scopes())
+
+    def here(self) -> str:
+        """The path of the scopes that are open now."""
+        return self.path + "".join(f"{name}/" for name in _compat.open_scopes()[self._scopes :])
+
+    def in_python_loop(self) -> bool:
+        """Whether an event comes from a loop that is none to JAX, because jit is disabled."""
+        return _compat.in_python_loop(run_function.__code__)
+
+    def block(self, state: Any, unbounded: bool = False, decision: Any = None) -> "Run":
+        """A run for a block inside this one, which runs if a value of that type says so."""
+        return Run(self.handler, state, self.unbounded or unbounded, self.inside, self.alike_after(decision))
+
+    def alike_after(self, decision: Any) -> frozenset[Any]:
+        """Along which mesh axes all devices still do the same, if a value of that type decides."""
+        return self.alike if decision is None else self.alike - _compat.varying_axes(decision)
+
+    def take(self, meta: Meta, operands: Any) -> None:
+        """Hand an event to the handler."""
+        with _compat.own_transfers():
+            self.handler.event(self, Event.from_operands(meta, operands, self.here()))
+
+    def list_logs(self, primitive: Any, params: dict[str, Any]) -> None:
+        """Remember what is logged here, if somebody wants to know."""
+        if self.logged is not None:
+            path = self.here()
+            self.logged.update({(path + key, tags): None for key, tags in logged_by(primitive, params)})
+            self.has_rules |= _compat.eqn_has_rules(primitive, params)
+
+    def piece(self) -> Any:
+        """Everything collected so far."""
+        return self.handler.gather(self.pieces)
+
+    def collect(self, piece: Any) -> None:
+        """Add to what was collected."""
+        self.handler.check(self, piece)
+        self.pieces.append(piece)
+
+    def absorb(self, state: Any, piece: Any, keys: dict[str, bool]) -> None:
+        """Take over what a block inside has left."""
+        if _inside.may_fail and _compat.is_evaluating():
+            jax.block_until_ready((state, piece))
+        self.state = state
+        if jax.tree.leaves(piece):
+            self.collect(piece)
+        for key, certain in keys.items():
+            self.note(key, certain)
+
+    def note(self, key: str, certain: bool) -> None:
+        """Remember that the key is logged."""
+        self.keys[key] = self.keys.get(key, False) or certain
+
+    def require_type(self, inner: "Run", state: Any) -> None:
+        """Check that a block has left the state as it found it; if not, it has to be traced again."""
+        if _signature(inner.state) != _signature(state):
+            raise Grown(self, types_of(inner.state))
+
+    def settle(self, attempt: Callable[[Any], Any]) -> Any:
+        """Trace a block until the type of its state no longer changes."""
+        while True:
+            try:
+                return attempt(self.state)
+            except Grown as grown:
+                if grown.owner is not self:
+                    raise
+                before = _signature(self.state)
+                with _compat.own_transfers():
+                    self.handler.extend(self, grown.struct)
+                if _signature(self.state) == before:  # and so it would be for ever
+                    raise _errors.unsettled(self.keys or self.state) from None
+
+
+def types_of(tree: Any) -> Any:
+    """The same tree with types for arrays."""
+    return jax.tree.map(_compat.aval_of, tree)
+
+
+def _signature(state: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(state)
+    avals = [_compat.aval_of(x) for x in leaves]
+    return treedef, tuple((a.shape, a.dtype, _compat.varying_axes(a), _compat.explicit_axes(a)) for a in avals)
+
+
+# --- Python functions ----------------------------------------------------------------------------
+
+
+class _Inside(threading.local):
+    may_fail = False
+    rebuilding = False
+
+
+_inside = _Inside()
+
+
+@contextlib.contextmanager
+def rebuilding() -> Iterator[None]:
+    """While a shard_map is bound whose body is a jaxpr: there is no Python left in it that could do with values."""
+    before, _inside.rebuilding = _inside.rebuilding, True
+    try:
+        yield
+    finally:
+        _inside.rebuilding = before
+
+
+@contextlib.contextmanager
+def failing_at_once() -> Iterator[None]:
+    """While a function runs whose callbacks may raise, inside of other transformations.
+
+    The function that those transform may catch what is raised. But a program that fails after it was dispatched, as on
+    a GPU, would have left them results by then that have failed: so they wait for each before they take it over.
+    """
+    before, _inside.may_fail = _inside.may_fail, True
+    try:
+        yield
+    finally:
+        _inside.may_fail = before
+
+
+@contextlib.contextmanager
+def _announced(run: Run, find: Callable[[], dict[str, Tally]]) -> Iterator[None]:
+    """Tell the handler what is about to be run at the outermost level, and when that is over."""
+    with _compat.own_transfers():
+        run.handler.before(run, find)
+    completed = False
+    try:
+        yield
+        completed = True
+    finally:
+        with _compat.own_transfers():
+            run.handler.after(run, completed)
+
+
+# What JAX, if no transformation is around, evaluates equation by equation. To compile it would ask for more.
+_EVALUATED = frozenset(["remat2", "checkpoint", "remat_opt", "custom_vmap_call"])
+
+
+# What tracing raises where Python asks for a value.
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+class LogTrace(_compat.Trace):  # type: ignore[misc]
+    """Hands logs to a run and everything else to the trace around."""
+
+    def __init__(self, parent: Any, run: Run):
+        super().__init__()
+        self.parent, self.run = parent, run
+        self.requires_low = parent.requires_low
+        _compat.stand_for(self, parent)
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        with _compat.set_current_trace(self.parent):
+            if primitive is log_p:
+                self.run.list_logs(primitive, params)
+                self._place_state(tracers)
+                self.run.take(params["meta"], tracers)
+                return []
+            # If nothing outside differentiates, derivative rules are of no concern.
+            evaluating = self.parent is _compat.eval_trace
+            concerns = _compat.eqn_has_logs if evaluating else _compat.eqn_concerns
+            if not concerns(primitive, params):
+                if self.run.logged is not None:
+                    self.run.has_rules |= _compat.eqn_has_rules(primitive, params)
+                return _hidden.pass_on(primitive, tracers, params)
+            if evaluating and primitive.name in _EVALUATED:
+                with _compat.set_current_trace(self):
+                    return primitive.impl(*tracers, **params)
+            run, handler = self.run, self.run.handler
+            run.list_logs(primitive, params)
+            with _announced(run, lambda: tally_of(primitive, params, run.here(), handler.counts)):
+                self._place_state(_compat.operands_of(params, tracers))
+                return (run_compiled if evaluating else apply_rule)(run, primitive, params, tracers)
+
+    def _place_state(self, operands: Sequence[Any]) -> None:
+        """A function may run programs on several devices: what goes from one to the next must not tie them together."""
+        if self.run.state and _compat.underneath(self) is _compat.eval_trace:
+            self.run.state = _compat.beside(operands, self.run.state)
+
+    # Primitives that carry Python functions. They are traced first, so that only jaxprs need rules.
+
+    def _staged(
+        self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
+    ) -> Any:
+        box: list[Any] = []
+
+        def stage(*args: Any) -> Any:
+            with _compat.take_current_trace() as trace:
+                flat, rebuild = _compat.flat_results(
+                    getattr(trace, method)(primitive, *functions, args, *rest, **params)
+                )
+            box.append(rebuild)
+            return flat
+
+        with _compat.set_current_trace(self.parent):
+            self.run.inside = self.run.here()
+            types = types_of(list(tracers))
+            jaxpr = _compat.make_jaxpr(stage, types)
+            run, handler = self.run, self.run.handler
+            run.list_logs(_BLOCK, {"jaxpr": jaxpr})
+            with _announced(run, lambda: tally(jaxpr, run.inside, handler.counts)):
+                if self.parent is _compat.eval_trace and _compat.has_logs(jaxpr):
+                    outs = run.settle(lambda state: _run_jitted(run, lambda: jaxpr, state, tracers, {}))
+                else:
+                    outs = interpret(run, jaxpr, tracers)
+        if len(functions) > 1:
+            _compat.forget_trees(functions[0], functions[1])
+        return box[0](outs)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+        self.run.has_rules |= not _compat.is_jax_own(fun)
+        if self.parent is _compat.eval_trace:  # nothing outside differentiates: only the function itself matters
+            with _compat.set_current_trace(self):
+                return fun.call_wrapped(*tracers)
+        return self._staged("process_custom_jvp_call", primitive, (fun, jvp), tracers, **params)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *args: Any, **params: Any
+    ) -> Any:
+        self.run.has_rules |= not _compat.is_jax_own(fun)
+        if self.parent is _compat.eval_trace:
+            with _compat.set_current_trace(self):
+                return fun.call_wrapped(*tracers)
+        return self._staged("process_custom_vjp_call", primitive, (fun, fwd, bwd), tracers, *args, **params)
+
+    def process_custom_transpose(self, primitive: Any, call: Any, tracers: Any, **params: Any) -> Any:
+        if self.parent is _compat.eval_trace:
+            with _compat.set_current_trace(self):
+                return call.call_wrapped(*tracers)
+        return self._staged("process_custom_transpose", primitive, (call,), tracers, **params)
+
+    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
+        try:
+            return self._staged("process_shard_map", primitive, (fun,), tracers, **params)
+        except (*_NEEDS_VALUES, _errors.SpoolError):  # a `fori_loop` to a value is a `while_loop` when it is traced
+            if _inside.rebuilding or _compat.underneath(self) is not _compat.eval_trace:
+                raise
+        # The body wants to see values: then it is run as JAX runs it, one operation after the other on all devices.
+        _compat.forget_results(fun)
+        return run_on_shards(self.parent, self, primitive, fun, tracers, params)
+
+    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
+        return self._staged("process_call", primitive, (fun,), tracers, params)
+
+    def process_map(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
+        return self._staged("process_map", primitive, (fun,), tracers, params)
+
+    def stage_value(self, val: Any) -> Any:
+        return self.parent.stage_value(val)
+
+    def cur_qdd(self, x: Any) -> Any:
+        return self.parent.cur_qdd(x)
+
+
+class ShardTrace(_compat.Trace):  # type: ignore[misc]
+    """Inside a shard_map that is run at once: what logs is handed to the trace around the shard_map.
+
+    All else goes on, so that values which are the same on all devices stay concrete.
+    """
+
+    def __init__(self, parent: Any, around: LogTrace):
+        super().__init__()
+        self.parent, self.around = parent, around
+        self.requires_low = parent.requires_low
+        _compat.stand_for(self, parent)
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        if primitive is log_p or _compat.eqn_has_logs(primitive, params):
+            return _compat.bind_on_shards(_compat.underneath(self), self.around, primitive, params, tracers)
+        with _compat.set_current_trace(self.parent):
+            return primitive.bind(*tracers, **params)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+        with _compat.set_current_trace(self):
+            return fun.call_wrapped(*tracers)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *args: Any, **params: Any
+    ) -> Any:
+        with _compat.set_current_trace(self):
+            return fun.call_wrapped(*tracers)
+
+    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
+        return run_on_shards(self.parent, self.around, primitive, fun, tracers, params)
+
+    def stage_value(self, val: Any) -> Any:
+        return self.parent.stage_value(val)
+
+    def cur_qdd(self, x: Any) -> Any:
+        return self.parent.cur_qdd(x)
+
+
+def run_on_shards(parent: Any, around: LogTrace, primitive: Any, fun: Any, tracers: Any, params: Any) -> Any:
+    """Run a shard_map at once, what logs in it handed to the trace `around` it."""
+
+    def on_shards(fun: Callable[..., Any], *args: Any) -> Any:
+        with _compat.take_current_trace() as shards, _compat.set_current_trace(ShardTrace(shards, around)):
+            return fun(*args)
+
+    fun = _compat.wrap_rule(fun, on_shards)
+    if isinstance(parent, LogTrace):
+        return run_on_shards(parent.parent, parent, primitive, fun, tracers, params)
+    with _compat.set_current_trace(parent):
+        return parent.process_shard_map(primitive, fun, tracers, **params)
+
+
+def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call `fun`, traced first: then even constants that only served dropped logs leave no trace.
+
+    Only while tracing for jit, where it asks no more of `fun` than jit itself; elsewhere it is `run_function`.
+    """
+    if not isinstance(_compat.current_trace(), _compat.StagingTrace):
+        return run_function(handler, fun, args, kwargs)[0]
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    traced = [n for n, x in enumerate(leaves) if isinstance(x, _compat.Tracer)]
+    box: list[Any] = []
+
+    def flat(*tracers: Any) -> list[Any]:
+        mine = list(leaves)
+        for n, x in zip(traced, tracers, strict=True):
+            mine[n] = x
+        args, kwargs = jax.tree.unflatten(treedef, mine)
+        out, tree = jax.tree.flatten(fun(*args, **kwargs))
+        box.append(tree)
+        return out
+
+    given = [leaves[n] for n in traced]
+    jaxpr = _compat.make_jaxpr(lambda *xs: run_function(handler, flat, xs, {})[0], types_of(given))
+    jaxpr = _compat.without_dead_code(jaxpr, types_of(given))
+    return jax.tree.unflatten(box[0], _compat.jaxpr_as_fun(jaxpr)(*given))
+
+
+def run_function(
+    handler: Handler,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    given: Any = None,
+    whole: bool = True,
+) -> tuple[Any, Run]:
+    """Call `fun`, its logs handed to `handler`, which begins with its initial state and what else is given.
+
+    Unless it is the `whole` function that is transformed, it need not log what was asked for by name.
+    """
+    with _compat.own_transfers():
+        run = Run(handler, {**handler.initial_state(), **given} if given else handler.initial_state())
+    names = handler.names if whole else None
+    run.logged = None if names is None else {}
+    current = _compat.take_current_trace()
+    with _hidden.transforming(), current as parent, _compat.set_current_trace(LogTrace(parent, run)):
+        out = fun(*args, **kwargs)
+    if isinstance(out, _LATER):
+        raise _errors.runs_later(fun, type(out).__name__)
+    if names is not None and run.logged is not None:
+        names.check(run.logged, run.has_rules)
+    return out, run
+
+
+# What a function returns whose body has not run yet: its logs would go elsewhere.
+_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+
+
+class _Found(Exception):
+    """Control flow: a primitive was about to be bound."""
+
+
+class _Probe(_compat.Trace):  # type: ignore[misc]
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        raise _Found(primitive, tracers, params)
+
+
+def first_bind(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    """The first primitive that a jitted function binds when it is called, which is the jit; nothing is run."""
+    try:
+        with _compat.take_current_trace(), _compat.set_current_trace(_Probe()):
+            fun(*args, **kwargs)
+    except _Found as found:
+        return found.args  # type: ignore[return-value]
+    return None
+
+
+# --- jaxprs --------------------------------------------------------------------------------------
+
+
+def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr in the current trace, its logs handed to `run`."""
+    opened, consts = _compat.split_jaxpr(jaxpr)
+    env: dict[Any, Any] = dict(zip([*opened.constvars, *opened.invars], [*consts, *args], strict=True))
+
+    def read(var: Any) -> Any:
+        return _compat.literal_value(var) if isinstance(var, _compat.Literal) else env[var]
+
+    pending: list[Any] = []
+    for eqn in _live_equations(run.handler, opened, run.here()):
+        called = run.handler.sees_calls and _compat.emit_effect in eqn.effects
+        concerned = eqn.primitive is log_p or _compat.eqn_concerns(eqn.primitive, eqn.params, eqn.effects)
+        if not (concerned or called):
+            pending.append(eqn)
+            continue
+        if pending:
+            _compat.eval_equations(jaxpr, pending, env)
+            pending = []
+        values = [read(v) for v in eqn.invars]
+        with _compat.equation_context(eqn):
+            if eqn.primitive is log_p:
+                run.take(eqn.params["meta"], values)
+                continue
+            if called and eqn.primitive in _emit.MASKABLE:
+                outs = run.handler.call(run, eqn.primitive, eqn.params, values)
+            elif _compat.is_custom_call(eqn.primitive):
+                run.inside = run.here()
+                outs = _rules().custom_call(run, jaxpr, eqn, values)
+            else:
+                params = eqn.params
+                if run.handler.masks_lanes and eqn.primitive.name == "cond":
+                    params, values = _rules().masked_cond(params, values, jaxpr, eqn.invars[0], args)
+                outs = apply_rule(run, eqn.primitive, params, values, eqn.effects)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    if pending:
+        _compat.eval_equations(jaxpr, pending, env)
+    return [read(v) for v in opened.outvars]
+
+
+def _live_equations(handler: Handler, jaxpr: Any, path: str) -> list[Any]:
+    """The equations that the results, or an event that the handler wants, depend on."""
+    needed = {v for v in jaxpr.outvars if isinstance(v, _compat.Var)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.isdisjoint(eqn.outvars) and not _has_use(handler, eqn, path):
+            continue
+        needed.update(v for v in eqn.invars if isinstance(v, _compat.Var))
+        live.append(eqn)
+    return live[::-1]
+
+
+def _has_use(handler: Handler, eqn: Any, path: str) -> bool:
+    """Whether an equation matters though nothing needs its results."""
+    path = path_of(eqn, path)
+    if eqn.primitive is log_p:
+        return handler.wants(eqn.params["meta"], path)
+    if any(effect is not _compat.log_effect for effect in eqn.effects):
+        return True
+    return any(wants_any(handler, jaxpr, path) for jaxpr in _compat.sub_jaxprs(eqn.params))
+
+
+def path_of(eqn: Any, path: str) -> str:
+    """The path of the scopes around an equation, whose jaxpr has `path` around it."""
+    return path + "".join(f"{name}/" for name in _compat.scope_names(eqn.source_info.name_stack))
+
+
+def wants_any(handler: Handler, jaxpr: Any, path: str) -> bool:
+    """Whether anything can become of an event in the jaxpr."""
+    return _compat.has_logs(jaxpr) and any(_has_use(handler, eqn, path) for eqn in _compat.split_jaxpr(jaxpr)[0].eqns)
+
+
+def has_rule(primitive: Any) -> bool:
+    """Whether logs inside the primitive can be reached."""
+    return _compat.is_custom_call(primitive) or primitive.name in _rules().RULES
+
+
+def apply_rule(run: Run, primitive: Any, params: dict[str, Any], args: Sequence[Any], effects: Any = ()) -> list[Any]:
+    """Rebuild one primitive that contains logs."""
+    run.inside = run.here()
+    rule = _rules().RULES.get(primitive.name)
+    if rule is None:
+        if not _compat.eqn_has_logs(primitive, params, effects):  # but derivative rules: there is no way to reach them
+            return primitive.bind(*args, **params)
+        mark = _compat.first_log(primitive, params)
+        raise _errors.opaque_primitive(primitive.name, mark.keys, mark.site)
+    return rule(run, primitive, params, list(args))
+
+
+@functools.cache
+def _rules() -> Any:
+    from lox._engine import _rules
+
+    return _rules
+
+
+def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:
+    """The same jaxprs without their logs, if the trace around is about to drop every one of them."""
+    trace = _compat.current_trace()
+    if isinstance(trace, LogTrace) and trace.run.handler.in_place:
+        handler = trace.run.handler
+        trace.run.list_logs(_BLOCK, {"jaxprs": list(jaxprs)})
+        path = trace.run.here()
+        if not any(wants_any(handler, jaxpr, path) for jaxpr in jaxprs):
+            return [transformed(Run(handler, (), path=path), jaxpr, ()).jaxpr for jaxpr in jaxprs]
+    return jaxprs
+
+
+_BLOCK = _compat.Primitive("lox_block")  # whatever runs some jaxprs
+_logged: Any = weakref.WeakKeyDictionary()
+
+
+def _logged_in(jaxpr: Any) -> Logged:
+    """Keys and tags of all logs inside, whether they are ever run or not."""
+    found = _logged.get(jaxpr)
+    if found is None:
+        found = _logged[jaxpr] = {}
+        for eqn in _compat.split_jaxpr(jaxpr)[0].eqns if _compat.has_logs(jaxpr) else ():
+            found.update({(path_of(eqn, "") + key, tags): None for key, tags in logged_by(eqn.primitive, eqn.params)})
+    return found
+
+
+def logged_by(primitive: Any, params: dict[str, Any]) -> Logged:
+    """The same for one equation."""
+    if primitive is log_p:
+        return dict.fromkeys((key, params["meta"].tags) for key in params["meta"].keys)
+    return {log: None for jaxpr in _compat.sub_jaxprs(params) for log in _logged_in(jaxpr)}
+
+
+def tally(jaxpr: Any, path: str, select: Callable[[Meta, str], Iterable[str]]) -> dict[str, Tally]:
+    """What a jaxpr logs, by key; `path` is around it, and `select` gives the keys of a log that count."""
+    total: dict[str, Tally] = {}
+    if _compat.has_logs(jaxpr):
+        for eqn in _compat.split_jaxpr(jaxpr)[0].eqns:
+            for key, found in tally_of(eqn.primitive, eqn.params, path_of(eqn, path), select).items():
+                total[key] = total.get(key, Tally()) + found
+    return total
+
+
+def tally_of(
+    primitive: Any, params: dict[str, Any], path: str, select: Callable[[Meta, str], Iterable[str]]
+) -> dict[str, Tally]:
+    """What one equation logs, by key."""
+    if primitive is log_p:
+        return dict.fromkeys(select(params["meta"], path), Tally(1, not params["meta"].masked))
+    jaxprs = [j for j in _compat.executed_jaxprs(primitive, params) if _compat.has_logs(j)]
+    if not jaxprs:
+        return {}
+    inside = [tally(j, path, select) for j in jaxprs]
+    keys = list(dict.fromkeys(k for found in inside for k in found))
+    if primitive.name == "scan":
+        n = params["length"]
+        return {k: Tally(t.count * n if n else 0, t.exact, True) for k, t in inside[0].items()}
+    if primitive.name == "cond":
+        alike = len(jaxprs) == len(params["branches"])
+        merged = {}
+        for key in keys:
+            found = [t.get(key, Tally()) for t in inside]
+            exact = alike and all(t.exact and t.count == found[0].count for t in found)
+            merged[key] = Tally(max(t.count for t in found), exact, any(t.looped for t in found))
+        return merged
+    if len(jaxprs) == 1 and primitive.name in _rules().RUN_ONCE:
+        return inside[0]
+    return dict.fromkeys(keys, Tally(math.inf, False, True))
+
+
+class Transformed:
+    """A jaxpr whose logs have become arguments and results: `(*state, *args) -> (*outs, *state, *piece)`."""
+
+    keys: dict[str, bool]
+    struct: Any
+    piece: Any
+
+    def __init__(self, handler: Handler, jaxpr: Any, state: Any, *block: Any):
+        leaves, state_tree = jax.tree.flatten(state)
+        self.outs = len(_compat.out_avals(jaxpr))
+
+        def flat(*args: Any) -> list[Any]:
+            run = Run(handler, jax.tree.unflatten(state_tree, args[: len(leaves)]), *block)
+            with _compat.given_up_by(Retrace):
+                outs = interpret(run, jaxpr, args[len(leaves) :])
+            state_out, piece = jax.tree.leaves(run.state), run.piece()
+            self.keys = run.keys
+            self.struct, self.piece = types_of(run.state), types_of(piece)
+            return [*outs, *state_out, *jax.tree.leaves(piece)]
+
+        types = [*types_of(leaves), *_compat.in_avals(jaxpr)]
+        self.jaxpr = _compat.make_jaxpr(flat, types)
+        if handler.in_place:
+            self.jaxpr = _compat.without_dead_code(self.jaxpr, types)
+        self.grown = _signature(self.struct) != _signature(types_of(state))
+        self.extra = len(jax.tree.leaves(self.struct)) + len(jax.tree.leaves(self.piece))
+
+    def unpack(self, flat: Sequence[Any]) -> tuple[list[Any], Any, Any]:
+        """Results, state and piece."""
+        count = len(jax.tree.leaves(self.struct))
+        outs, state, piece = flat[: self.outs], flat[self.outs : self.outs + count], flat[self.outs + count :]
+        return (
+            list(outs),
+            jax.tree.unflatten(jax.tree.structure(self.struct), state),
+            jax.tree.unflatten(jax.tree.structure(self.piece), piece),
+        )
+
+
+_transformed: Any = weakref.WeakKeyDictionary()
+
+
+def transformed(run: Run, jaxpr: Any, state: Any, once: bool = False, decision: Any = None) -> Transformed:
+    """The transformed jaxpr, made once: XLA recognises a program by the identity of its jaxpr.
+
+    If it is run `once`, its state may come out with another type than it goes in. If it is run only where a value says
+    so, `decision` is the type of that.
+    """
+    cache = _transformed.setdefault(jaxpr, {})
+    block = (run.unbounded, run.inside, run.alike_after(decision))
+    key = (run.handler, block, _signature(state), _compat.debugged())
+    if key not in cache:
+        cache[key] = Transformed(run.handler, jaxpr, state, *block)
+    found = cache[key]
+    if found.grown and not (once and run.handler.allows(run, found.struct)):
+        raise Grown(run, found.struct)
+    return found
+
+
+_compiled: Any = weakref.WeakKeyDictionary()
+
+
+def run_compiled(run: Run, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+    """Rebuild and run a primitive at once, such that the next time nothing is traced or compiled again."""
+    if primitive.name == "jit" or primitive.name not in _rules().RULES:
+        return apply_rule(run, primitive, params, args)  # compiles by itself, with its own options, or is an error
+    run.inside = run.here()
+    anchor, *others = _compat.sub_jaxprs(params)
+    # The key must not keep the anchor alive, hence identities.
+    identity = tuple((name, _identity(value)) for name, value in sorted(params.items()))
+    types = types_of(list(args))
+
+    cache = _compiled.setdefault(anchor, {}).setdefault((primitive, identity, tuple(types)), {})
+    cache["alive"] = others  # as long as their identities are in a key
+
+    def alone() -> Any:
+        return _compat.make_jaxpr(lambda *xs: primitive.bind(*xs, **params), types)
+
+    return run.settle(lambda state: _run_jitted(run, alone, state, args, cache))
+
+
+def _run_jitted(
+    run: Run, jaxpr: Callable[[], Any], state: Any, args: Sequence[Any], cache: dict[Any, Any]
+) -> list[Any]:
+    """Run a jaxpr at once, transformed and compiled."""
+    key = (run.handler, run.unbounded, run.inside, _signature(state), _compat.debugged())
+    if key not in cache:
+        rebuilt = Transformed(run.handler, jaxpr(), state, run.unbounded, run.inside)
+        cache[key] = rebuilt, jax.jit(_compat.jaxpr_as_fun(rebuilt.jaxpr))
+    rebuilt, compiled = cache[key]
+    if rebuilt.grown and not run.handler.allows(run, rebuilt.struct):
+        raise Grown(run, rebuilt.struct)
+    outs, state, piece = rebuilt.unpack(compiled(*jax.tree.leaves(state), *args))
+    run.absorb(state, piece, rebuilt.keys)
+    return outs
+
+
+def _identity(value: Any) -> Any:
+    if _compat.is_jaxpr(value):
+        return id(value)
+    if isinstance(value, tuple | list):
+        return tuple(map(_identity, value))
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+class RuleTrace(LogTrace):
+    """Wraps the derivative rules of the functions that pass through."""
+
+    def __init__(self, parent: Any, around: Callable[..., Any]):
+        super().__init__(parent, Run(Drop(), ()))
+        self.around = around
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+        jvp = _compat.wrap_rule(jvp, self.around)
+        return self.parent.process_custom_jvp_call(primitive, fun, jvp, tracers, **params)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *args: Any, **params: Any
+    ) -> Any:
+        fwd, bwd = _compat.wrap_rule(fwd, self.around), _compat.wrap_rule(bwd, self.around)
+        return self.parent.process_custom_vjp_call(primitive, fun, fwd, bwd, tracers, *args, **params)
+
+
+class Drop(Handler):
+    """Removes every log."""
+
+    masks_lanes = False
+
+    def wants(self, meta: Meta, path: str) -> bool:
+        """None at all."""
+        return False
+
+    @property
+    def in_place(self) -> bool:
+        """Nothing is added to what a block takes and gives."""
+        return True
+
+    def event(self, run: Run, event: Event) -> None:
+        """Nothing becomes of it."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+class MarkSeen(Drop):
+    """Lets every log flow on, but no longer to the default sink."""
+
+    def wants(self, meta: Meta, path: str) -> bool:
+        """All of them."""
+        return True
+
+    def event(self, run: Run, event: Event) -> None:
+        """Bind it again."""
+        bind(event.replace(seen=True))

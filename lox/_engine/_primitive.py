@@ -1,0 +1,228 @@
+"""`lox.log` and the primitive behind it.
+
+`log_p` takes the values, steps, weight and mask of one event and returns nothing: it exists for its effect. What the
+effect is, the transformation around decides; with none around, lowering sends the event to the default sink.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir
+
+from lox import _compat, _errors
+from lox._data import _reduce
+from lox._data._lanes import Laned, flag_of
+from lox._data._logdict import logdict
+from lox._data._sites import call_site
+from lox._engine import _emit, _hidden, _select, _sink
+from lox._engine._event import Event, Meta
+
+log_p = _compat.Primitive(_compat.LOG_NAME)
+log_p.multiple_results = True
+
+
+def bind(event: Event) -> None:
+    """Execute an event in the current trace."""
+    operands, meta = event.to_operands()
+    log_p.bind(*operands, meta=meta)
+
+
+@log_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, meta: Meta) -> Any:
+    del avals, meta
+    return [], {_compat.log_effect}
+
+
+@log_p.def_impl
+def _impl(*operands: Any, meta: Meta) -> list[Any]:
+    if not (meta.seen or meta.explicit):
+        _to_sink(meta, operands, _compat.open_scopes())
+    return []
+
+
+def _to_sink(meta: Meta, operands: Any, scopes: list[str]) -> None:
+    path = "".join(f"{name}/" for name in scopes)
+    _emit.emit(_sink.deliver, Event.from_operands(meta, operands, path).in_scope())
+
+
+def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
+    _compat.mark_program(ctx, _compat.LogMark(meta.keys, meta.site))
+    if meta.seen or meta.explicit or _sink.is_compiled_out():
+        return []
+    if _compat.is_exporting(ctx):
+        raise _errors.exported(meta.keys, meta.site)
+    scopes = _compat.scope_names(ctx.name_stack)
+
+    def to_sink(*operands: Any) -> list[Any]:
+        _to_sink(meta, operands, scopes)
+        return []
+
+    return mlir.lower_fun(to_sink, multiple_results=True)(ctx, *operands)
+
+
+# JAX lowers alike equations once, and then does not say where they come from.
+mlir.register_lowering(log_p, _lower, cacheable=False)
+
+
+def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    lane = flag_of(axis_data)
+    flags = tuple((d is not None and lane, *f) for d, f in zip(dims, meta.flags, strict=True))
+    log_p.bind(*moved, meta=dataclasses.replace(meta, flags=flags))
+    return [], []
+
+
+# The fancy table, because its rules are called even when no operand is batched: such an event still counts the lane.
+batching.fancy_primitive_batchers[log_p] = _batch
+ad.primitive_transposes[log_p] = lambda cts, *args, meta: [None] * len(args)
+_compat.report_primals(log_p)
+
+
+def log(
+    data: Mapping[str, Any],
+    *,
+    tags: str | Iterable[str] = (),
+    reduce: Any = None,
+    prefix: str = "",
+    where: Any = None,
+    weight: Any = None,
+    explicit: bool = False,
+    **steps: Any,
+) -> logdict:
+    """Log values from anywhere in a JAX program.
+
+    With no transformation around, the event is printed: `{'x': 3}`. `lox.spool` returns it beside the function's
+    result, `lox.tap` hands it to a callback, `lox.nolog` removes it.
+
+    >>> import jax, lox
+    >>> @jax.jit
+    ... def f(x):
+    ...     lox.log({"x": x}, step=0)
+    ...     return x * x
+    >>> y, logs = lox.spool(f)(3)
+    >>> print(logs, logs.step)
+    {'x': 3} {'x': 0}
+
+    Args:
+        data: Names and values. A value is an array, a number or a pytree of them.
+        tags: Labels by which `spool`, `tap`, `nolog` and `keep` can select.
+        reduce: How `spool` shall combine the events of these keys: the name of a reduction, a `lox.Reduction`, or a
+            mapping from key to either.
+        prefix: Put in front of every key.
+        where: A boolean; the event counts only where it is true.
+        weight: The event's weight in weighted means.
+        explicit: Appear only when asked for by name or tag.
+        **steps: Where in the run the event belongs, such as `step=i`: numbers, read back as `logs.step`. One that is
+            called like a method of a dict, such as `update`, is read back as `logs.steps["update"]`.
+
+    Returns:
+        The event as a `logdict`.
+
+    Raises:
+        LogTypeError: A key is not a string, or a value holds no array; the message names the key. It is a TypeError.
+    """
+    if not isinstance(data, Mapping):
+        raise _errors.LogTypeError(f"`lox.log` takes a mapping from names to values, not {type(data).__name__}.")
+    if not isinstance(prefix, str):
+        raise _errors.LogTypeError(f"`prefix` is {prefix!r}; it must be a string.")
+    values, treedefs, reductions = {}, {}, {}
+    for key, value in data.items():
+        if not isinstance(key, str):
+            raise _errors.LogTypeError(f"`lox.log` got the key {key!r}: keys are strings, not {type(key).__name__}.")
+        leaves, treedef = jax.tree.flatten(value)
+        if not leaves:
+            raise _errors.LogTypeError(f"`lox.log` cannot log {key!r}: {value!r} holds no array.")
+        name = prefix + key if prefix else key
+        values[name] = [Laned(as_array(leaf, f"the value of {key!r}")) for leaf in leaves]
+        treedefs[name] = treedef
+        reductions[name] = _reduce.resolve(reduce, key)
+    if isinstance(reduce, Mapping) and set(reduce) - set(data):
+        raise _errors.OptionError(
+            f"`reduce` names {_errors.listing(set(reduce) - set(data))}, "
+            f"but `lox.log` was given {_errors.listing(data)}."
+        )
+    event = Event(
+        values=values,
+        treedefs=treedefs,
+        reductions=reductions,
+        steps={name: Laned(as_step(name, x)) for name, x in steps.items()},
+        weight=None if weight is None else Laned(_as_scalar(weight, "`weight`")),
+        mask=None if where is None else Laned(_as_scalar(where, "`where`", bool)),
+        tags=frozenset(_select.names("tags", tags)),
+        explicit=explicit,
+        seen=False,
+        site=call_site(),
+    )
+    if values:
+        _hidden.check_log(_compat.LogMark(tuple(values), event.site), sys._getframe())
+        bind(event)
+    return event.as_logdict()
+
+
+_WIDER = "Let JAX use 64 bits, `jax.config.update('jax_enable_x64', True)`, or log it as a float."
+
+
+def as_array(x: Any, what: str) -> Any:
+    """An array, or an error that says what is none."""
+    if isinstance(x, jax.Array):
+        return x
+    if isinstance(x, str | bytes) or x is None:
+        raise _errors.LogTypeError(f"`lox.log` cannot log {what}: {x!r} is no array but {type(x).__name__}.")
+    try:
+        with _compat.own_transfers():
+            array = jnp.asarray(x)
+    except OverflowError as error:  # an integer of Python's
+        kind = jax.dtypes.canonicalize_dtype(np.int64)
+        raise _errors.LogTypeError(f"`lox.log` cannot log {what}: {x!r} does not fit into {kind}. {_WIDER}") from error
+    except (TypeError, ValueError) as error:
+        raise _errors.LogTypeError(
+            f"`lox.log` cannot log {what}: {type(x).__name__} cannot be made an array ({error})."
+        ) from error
+    if isinstance(x, np.ndarray | np.generic) and not _keeps_integers(x, array.dtype):
+        raise _errors.LogTypeError(
+            f"`lox.log` cannot log {what}: {x.dtype} {x} does not fit into {array.dtype}. {_WIDER}"
+        )
+    return array
+
+
+def _keeps_integers(x: Any, dtype: Any) -> bool:
+    """Whether integers of NumPy's are the same in the type that JAX makes of them, which it does without a word."""
+    return x.dtype.kind not in "iu" or x.dtype == dtype or np.array_equal(np.asarray(x).astype(dtype), x)
+
+
+_OPTIONS = ("tags", "reduce", "prefix", "where", "weight", "explicit")
+
+
+def as_step(name: str, x: Any) -> Any:
+    """A number that can be a step."""
+    try:
+        step = _as_scalar(x, f"step {name!r}")
+    except _errors.LogTypeError as error:
+        hint = _errors.nearest(name, _OPTIONS)
+        if name == "steps" and isinstance(x, Mapping):
+            hint = f" Write `{', '.join(f'{k}={v!r}' for k, v in x.items())}`: every step is an argument of its own."
+        if not hint:
+            raise
+        raise _errors.LogTypeError(f"{error} Arguments that lox does not know are steps.{hint}") from error
+    # An event without this step has -1 for it, which has to fit.
+    small = step.dtype.kind == "b" or (step.dtype.kind == "u" and step.dtype.itemsize < 4)
+    return step.astype(jnp.int32) if small else step
+
+
+def _as_scalar(x: Any, what: str, dtype: Any = None) -> Any:
+    array = as_array(x, what)
+    if array.shape:
+        raise _errors.LogTypeError(
+            f"`lox.log` got {what} with shape {array.shape}: it must be a single number per event. "
+            "Log an array under a key of its own."
+        )
+    if dtype is not None and array.dtype != dtype:
+        array = array.astype(dtype)
+    if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == bool):
+        raise _errors.LogTypeError(f"`lox.log` got {what} of type {array.dtype}: it must be a number.")
+    return array

@@ -1,0 +1,680 @@
+"""One rule for every primitive that can contain logs.
+
+A rule rebuilds the primitive such that its logs reach the run. `RULES` is keyed by name: a primitive that is not in it
+and contains logs is an error, since guessing at what its jaxpr means would be silently wrong (the jaxpr of `reduce`
+looks just like that of a call).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from lox import _compat
+from lox._data._lanes import Laned, map_laned
+from lox._data._series import Series
+from lox._engine import _masking
+from lox._engine._interpret import (
+    Drop,
+    Grown,
+    Handler,
+    MarkSeen,
+    Retrace,
+    RuleTrace,
+    Run,
+    Transformed,
+    interpret,
+    rebuilding,
+    run_function,
+    tally,
+    transformed,
+    types_of,
+    wants_any,
+)
+
+
+def _jit(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    def attempt(state: Any) -> list[Any]:
+        entry = transformed(run, params["jaxpr"], state, once=True)
+        leaves = jax.tree.leaves(state)
+        widened = _compat.widen_jit(params, entry.jaxpr, len(leaves), entry.extra)
+        outs, state, piece = entry.unpack(primitive.bind(*leaves, *args, **widened))
+        run.absorb(state, piece, entry.keys)
+        return outs
+
+    return run.settle(attempt)
+
+
+def _remat(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    def attempt(state: Any) -> list[Any]:
+        entry = transformed(run, params["jaxpr"], state, once=True)
+        jaxpr, consts = _compat.without_consts(entry.jaxpr)
+        leaves = jax.tree.leaves(state)
+        widened = _compat.widen_remat(params, jaxpr, len(consts) + len(leaves))
+        outs, state, piece = entry.unpack(primitive.bind(*consts, *leaves, *args, **widened))
+        run.absorb(state, piece, entry.keys)
+        return outs
+
+    return run.settle(attempt)
+
+
+def _inline(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    (jaxpr,) = _compat.sub_jaxprs(params)
+    return interpret(run, jaxpr, args)
+
+
+def _composite(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    if run.handler.in_place:
+        name = next(name for name, value in params.items() if _compat.is_jaxpr(value))  # it has changed in 0.12
+        return primitive.bind(*args, **{**params, name: transformed(run, params[name], run.state).jaxpr})
+    # The name stands for a function without logs; the body, which does the same, takes its place.
+    return _inline(run, primitive, params, args)
+
+
+def _custom_vmap(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    if not run.handler.in_place:
+        # Batched from outside, the function is mapped like any other: the rule knows nothing of the logs.
+        return _inline(run, primitive, params, args)
+
+    def rule(*xs: Any, **kwargs: Any) -> Any:
+        return run_function(run.handler, params["rule"], xs, kwargs, whole=False)[0]
+
+    return primitive.bind(*args, **dict(params, call=transformed(run, params["call"], run.state).jaxpr, rule=rule))
+
+
+def _remat_opt(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """The forward rule of a custom_vjp with `optimize_remat`, for which JAX puts the function itself if it can."""
+    if not run.handler.in_place:
+        # The events are those of the rule, whatever is optimized later.
+        return _inline(run, primitive, params, args)
+    inside = run.block(())
+
+    def without_logs() -> tuple[Any, list[Any]]:
+        inside.inside = inside.path
+        original = _compat.close_jaxpr(*params["fun_jaxpr_thunk"]())
+        return _compat.split_jaxpr(transformed(inside, original, ()).jaxpr)
+
+    jaxpr, consts = _compat.without_consts(transformed(run, params["fwd_jaxpr"], run.state).jaxpr)
+    changed = dict(
+        fwd_jaxpr=_compat.close_jaxpr(jaxpr),
+        num_consts=len(consts) + params["num_consts"],
+        fun_jaxpr_thunk=functools.cache(without_logs),
+    )
+    return primitive.bind(*consts, *args, **dict(params, **changed))
+
+
+# --- loops ---------------------------------------------------------------------------------------
+
+
+def _scan(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    n_consts, n_carry = _compat.scan_split(params)
+    consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    options, jaxpr = _compat.scan_options(params), params["jaxpr"]
+    length = options["length"]
+
+    def iterate(run: Run, init: list[Any], xs: list[Any], length: int) -> list[Any]:
+        def step(inner: Run, c: list[Any], x: list[Any]) -> list[Any]:
+            return interpret(inner, jaxpr, [*consts, *c, *x])
+
+        return _loop(run, step, init, xs, {**options, "length": length})
+
+    blocks = run.handler.split(run, [jaxpr])
+    if blocks is None:
+        return iterate(run, init, xs, length)
+
+    def block(run: Run, init: list[Any], xs: list[Any], length: int, room_for: int | None = None) -> list[Any]:
+        return blocks.run(run, True, lambda inner: iterate(inner, init, xs, length), room_for)
+
+    def part(run: Run, init: list[Any], xs: list[Any], length: int) -> list[Any]:
+        """So few iterations that all their events fit."""
+        blocks.flush(run, room_for=length)
+        return block(run, init, xs, length, room_for=0)
+
+    count, rest = divmod(length, blocks.iterations)
+    if not count or length == blocks.iterations:
+        return part(run, init, xs, length)
+    blocks.flush(run)
+
+    def step(inner: Run, c: list[Any], x: list[Any]) -> list[Any]:
+        return block(inner, c, x, blocks.iterations)
+
+    # What is left over comes last; that is the beginning if the loop runs backwards.
+    cut = rest if options["reverse"] else length - rest
+    parts = [[x[:cut] for x in xs], [x[cut:] for x in xs]]
+    main, left = parts[::-1] if options["reverse"] else parts
+    main = [x.reshape(count, blocks.iterations, *x.shape[1:]) for x in main]
+    outs = _loop(run, step, init, main, {**options, "length": count, "unroll": 1})
+    carry, ys = outs[:n_carry], [y.reshape(length - rest, *y.shape[2:]) for y in outs[n_carry:]]
+    if rest:
+        outs = part(run, carry, left, rest)
+        carry, halves = outs[:n_carry], zip(ys, outs[n_carry:], strict=True)
+        ys = [jnp.concatenate(pair[::-1] if options["reverse"] else pair) for pair in halves]
+    return [*carry, *ys]
+
+
+def _loop(run: Run, step: Callable[..., list[Any]], init: list[Any], xs: list[Any], options: Any) -> list[Any]:
+    """`lax.scan` of `step(run, carry, x)`."""
+    n_carry = len(init)
+
+    def attempt(state: Any) -> list[Any]:
+        state = _compat.on_mesh_of([*init, *xs], state)
+        keys: dict[str, bool] = {}
+
+        def body(carry: Any, x: Any) -> Any:
+            state, c = carry
+            inner = run.block(state)
+            with _compat.given_up_by(Retrace):
+                outs = step(inner, c, x)
+                run.require_type(inner, state)
+            keys.update(inner.keys)
+            return (inner.state, outs[:n_carry]), (outs[n_carry:], inner.piece())
+
+        (state, carry), (ys, piece) = lax.scan(body, (state, init), xs, **options)
+        if not options["length"]:
+            keys = dict.fromkeys(keys, False)
+        run.absorb(state, run.handler.unroll(piece, options["reverse"]), keys)
+        return [*carry, *ys]
+
+    return run.settle(attempt)
+
+
+def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    if not any(wants_any(run.handler, params[name], run.inside) for name in ("cond_jaxpr", "body_jaxpr")):
+        if not run.handler.in_place:
+            run = Run(Drop(), (), path=run.inside)
+        return _same_while(run, primitive, params, args)
+    if run.handler.masks_lanes:
+        params, args = _masking.masked_loop(params, args)
+    if run.handler.in_place:
+        return _same_while(run, primitive, params, args)
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
+    cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
+    decision = _compat.out_avals(cond_jaxpr)[0]
+    cond_logs = _compat.has_logs(cond_jaxpr)
+    # A loop whose condition is batched goes on while any lane does; the others keep their values. That the events of
+    # finished lanes are masked has been seen to in `_batching.py`, which leaves no log in such a condition.
+    batched = bool(decision.shape)
+    evaluate = _compat.jaxpr_as_fun(cond_jaxpr)
+
+    def test(inner: Run, c: list[Any]) -> Any:
+        (pred,) = interpret(inner, cond_jaxpr, [*cond_consts, *c])
+        return jnp.any(pred) if batched else pred
+
+    def step(inner: Run, c: list[Any], pred: Any) -> tuple[list[Any], Any]:
+        new = interpret(inner, body_jaxpr, [*body_consts, *c])
+        c = _where(evaluate(*cond_consts, *c)[0], new, c) if batched else new
+        return c, test(inner, c) if cond_logs else None
+
+    def iterate(run: Run, step: Any, c: list[Any], pred: Any, limit: int | None = None) -> tuple[list[Any], Any]:
+        """Loop while the condition holds, up to `limit` times. A condition that logs is carried, as `pred`."""
+
+        def attempt(state: Any) -> tuple[list[Any], Any]:
+            state = _compat.on_mesh_of(args, state)
+            keys: dict[str, bool] = {}
+
+            def go_on(carry: Any) -> Any:
+                state, c, pred, n = carry
+                pred = pred if cond_logs else test(run.block(state), c)
+                return pred if limit is None else pred & (n < limit)
+
+            def body(carry: Any) -> Any:
+                state, c, pred, n = carry
+                inner = run.block(state, unbounded=True, decision=decision)
+                with _compat.given_up_by(Retrace):
+                    c, pred = step(inner, c, pred)
+                    run.require_type(inner, state)
+                keys.update(dict.fromkeys(inner.keys, False))
+                return inner.state, c, pred, None if n is None else n + 1
+
+            n = None if limit is None else jnp.zeros((), jnp.int32)
+            state, carry, pred_out, _ = lax.while_loop(go_on, body, (state, c, pred, n))
+            run.absorb(_decided(run, decision, [cond_jaxpr, body_jaxpr], state), (), keys)
+            return carry, pred_out
+
+        return run.settle(attempt)
+
+    pred = None
+    if cond_logs:
+        # The first evaluation: the others are made after every iteration, where their events belong.
+        first = run.block(run.state, unbounded=True)
+        pred = test(first, init)
+        run.absorb(first.state, (), first.keys)
+    blocks = run.handler.split(run, [cond_jaxpr, body_jaxpr])
+    if blocks is None:
+        return iterate(run, step, init, pred)[0]
+
+    def block(run: Run, c: list[Any], pred: Any) -> tuple[list[Any], Any]:
+        return blocks.run(run, False, lambda inner: iterate(inner, step, c, pred, blocks.iterations))
+
+    blocks.flush(run)
+    return iterate(run, block, init, pred)[0]
+
+
+def _same_while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """The same loop with other jaxprs, and without the constants that only what is gone had asked for."""
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    changed, consts = {}, []
+    for name, count in (("cond", n_cond), ("body", n_body)):
+        jaxpr, used = _compat.without_unused(transformed(run, params[f"{name}_jaxpr"], ()).jaxpr, count)
+        kept = [x for x, u in zip(args[:count], used, strict=True) if u]
+        changed[f"{name}_jaxpr"], changed[f"{name}_nconsts"] = jaxpr, len(kept)
+        consts, args = [*consts, *kept], args[count:]
+    if _compat.out_avals(changed["cond_jaxpr"])[0].shape:  # batched, which only the primitive can be
+        return primitive.bind(*consts, *args, **dict(params, **changed))
+    test, step = (_compat.jaxpr_as_fun(changed[f"{name}_jaxpr"]) for name in ("cond", "body"))
+    count = changed["cond_nconsts"]
+    # Through the front door, where JAX sees what no longer changes from one iteration to the next.
+    return lax.while_loop(lambda c: test(*consts[:count], *c)[0], lambda c: step(*consts[count:], *c), list(args))
+
+
+def _where(lanes: Any, new: list[Any], old: list[Any]) -> list[Any]:
+    return [
+        jnp.where(lanes.reshape(lanes.shape + (1,) * (a.ndim - lanes.ndim)), a, b)
+        for a, b in zip(new, old, strict=True)
+    ]
+
+
+def _varying_like(decision: Any, tree: Any) -> Any:
+    """What devices of a shard_map decide for themselves differs between them, though no operand may say so."""
+    axes = _compat.varying_axes(decision)
+    return map_laned(lambda x, _: x.map(lambda a: _compat.vary_over(a, axes)), tree) if axes else tree
+
+
+def _decided(run: Run, decision: Any, jaxprs: Sequence[Any], state: Any) -> Any:
+    """The same for the state that these jaxprs have left, as far as it concerns what they log."""
+    inside, rejoin = run.handler.split_state(state, set().union(*[_logged_keys(run, jaxpr) for jaxpr in jaxprs]))
+    return rejoin(_varying_like(decision, inside))
+
+
+# --- branches ------------------------------------------------------------------------------------
+
+
+def masked_cond(
+    params: dict[str, Any], values: list[Any], jaxpr: Any, index: Any, args: Sequence[Any]
+) -> tuple[dict[str, Any], list[Any]]:
+    """A cond whose branch is taken for all lanes of an Equinox loop together: lanes that have finished do not log.
+
+    Where its index comes from is seen in the jaxpr around, whose arguments are `args`.
+    """
+    own = _masking.own_condition(jaxpr, index)
+    if own is None:
+        return params, values
+    branches = _masking.masked_branches(params["branches"], values[0])
+    return dict(params, branches=branches), [values[0], own(*args), *values[1:]]
+
+
+def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    index, *operands = args
+
+    def attempt(state: Any) -> list[Any]:
+        state = _compat.on_mesh_of(args, state)
+        entries = [transformed(run, branch, state, decision=_compat.aval_of(index)) for branch in params["branches"]]
+        jaxprs, first = [e.jaxpr for e in entries], entries[0]
+        leaves, types = jax.tree.leaves(state), _compat.in_avals(first.jaxpr)
+        treedef = jax.tree.structure(first.piece)
+        unify = run.handler.unify([e.piece for e in entries])
+        if unify is not None:
+            box: list[Any] = []
+
+            def padded(entry: Transformed, fit: Any) -> Callable[..., list[Any]]:
+                def branch(*xs: Any) -> list[Any]:
+                    outs, state, piece = entry.unpack(_compat.jaxpr_as_fun(entry.jaxpr)(*xs))
+                    flat, tree = jax.tree.flatten(fit(piece))
+                    box.append(tree)
+                    return [*outs, *jax.tree.leaves(state), *flat]
+
+                return branch
+
+            jaxprs = [_compat.make_jaxpr(padded(e, fit), types) for e, fit in zip(entries, unify, strict=True)]
+            treedef = box[0]
+        jaxprs = _compat.with_common_types(jaxprs, types)
+        flat = primitive.bind(index, *leaves, *operands, **dict(params, branches=tuple(jaxprs)))
+        n_state = len(jax.tree.leaves(first.struct))
+        outs, state, piece = flat[: first.outs], flat[first.outs : first.outs + n_state], flat[first.outs + n_state :]
+        keys = {k: all(e.keys.get(k, False) for e in entries) for e in entries for k in e.keys}
+        decision = jax.typeof(index)
+        state = jax.tree.unflatten(jax.tree.structure(first.struct), state)
+        piece = _varying_like(decision, jax.tree.unflatten(treedef, _compat.on_mesh_of(args, piece)))
+        run.absorb(_decided(run, decision, params["branches"], state), piece, keys)
+        if not run.handler.in_place:
+            return list(outs)
+        # As JAX does, which has not seen what is left of the branches: if they all do nothing, there is no cond.
+        passed = _compat.passed_on(jaxprs)
+        return [out if n is None else operands[n] for out, n in zip(outs, passed, strict=True)]
+
+    return run.settle(attempt)
+
+
+# --- functions with derivative rules of their own ------------------------------------------------
+
+
+def custom_call(run: Run, jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
+    """The rule for custom_jvp and custom_vjp, which needs the whole equation."""
+    call_jaxpr = eqn.params["call_jaxpr"]
+    if not _compat.has_logs(call_jaxpr):
+        with _compat.take_current_trace() as parent:
+            around = functools.partial(silenced, run.handler)
+            with _compat.set_current_trace(RuleTrace(parent, around)):
+                return _compat.eval_equation(jaxpr, eqn, args)
+
+    # Constants that the function closes over stay closed over: its rule says nothing about them, and JAX objects to
+    # their being differentiated.
+    n_consts = eqn.params["num_consts"]
+    consts, args = args[:n_consts], args[n_consts:]
+
+    def original(*xs: Any) -> list[Any]:
+        return _compat.eval_equation(jaxpr, eqn, [*consts, *xs])
+
+    wrap = _with_jvp_of if eqn.primitive.name == "custom_jvp_call" else _with_vjp_of
+    return _with_rule_of(run, original, call_jaxpr, consts, args, wrap)
+
+
+def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
+    """Call a derivative rule: the events of a function are those of its primal."""
+    return run_function(handler.for_rules(), fun, args, {}, whole=False)[0]
+
+
+def _logged_keys(run: Run, jaxpr: Any) -> set[str]:
+    return set(tally(jaxpr, run.inside, lambda meta, path: [path + key for key in meta.keys]))
+
+
+def _with_rule_of(run: Run, original: Any, jaxpr: Any, consts: list[Any], args: list[Any], wrap: Any) -> list[Any]:
+    """Run `jaxpr` for values and logs, such that it is differentiated like `original`.
+
+    Only the keys that are logged inside take part: the rule knows nothing of logs, so what passes through is constant
+    to differentiation.
+    """
+
+    def attempt(state: Any) -> list[Any]:
+        inside, rejoin = run.handler.split_state(state, _logged_keys(run, jaxpr))
+        try:
+            entry = transformed(run, jaxpr, inside)
+        except Grown as grown:
+            raise Grown(run, types_of(rejoin(grown.struct))) from None
+        leaves = jax.tree.leaves(inside)
+        evaluate = _compat.jaxpr_as_fun(entry.jaxpr)
+
+        def fun(*xs: Any) -> Any:
+            return evaluate(*xs[: len(leaves)], *consts, *xs[len(leaves) :])
+
+        wrapped = wrap(run.handler, fun, original, entry.outs, len(leaves))
+        outs, inside, piece = entry.unpack(wrapped(*leaves, *args))
+        run.absorb(rejoin(inside), piece, entry.keys)
+        return outs
+
+    return run.settle(attempt)
+
+
+def _extra(fun: Any, args: Any, n_outs: int) -> list[Any]:
+    """What the transformed function gives beside its results.
+
+    Its rule runs too, and to transformations outside the rule's events are those that happen: what the function lets
+    flow on must not be added to them.
+    """
+    return run_function(Drop(), fun, tuple(map(lax.stop_gradient, args)), {})[0][n_outs:]
+
+
+def _split(original: Any, args: Any, moving: list[bool]) -> tuple[Any, list[Any]]:
+    """`original` as a function of those arguments that are differentiated, so that its rule sees which are not."""
+
+    def of_moving(*xs: Any) -> list[Any]:
+        rest = iter(xs)
+        return original(*[next(rest) if m else a for a, m in zip(args, moving, strict=True)])
+
+    return of_moving, [a for a, m in zip(args, moving, strict=True) if m]
+
+
+def _with_vjp_of(handler: Handler, fun: Any, original: Any, n_outs: int, n_state: int) -> Any:
+    @jax.custom_vjp
+    def call(*args: Any) -> Any:
+        return fun(*args)
+
+    def forward(*primals: Any) -> Any:
+        args = [p.value for p in primals]
+        moving = [p.perturbed for p in primals[n_state:]]
+        of_moving, xs = _split(original, args[n_state:], moving)
+        outs, pullback = silenced(handler, lambda *xs: jax.vjp(of_moving, *xs), *xs)
+        # Structure is the only thing about residuals that is static: an empty tuple is an argument that moves.
+        marks = [() if m else None for m in moving]
+        return [*outs, *_extra(fun, args, n_outs)], (pullback, marks)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        pullback, marks = residuals
+        cts = [_compat.instantiated(ct) for ct in cotangents[:n_outs]]
+        grads = iter(silenced(handler, lambda pull, cts: pull(cts), pullback, cts))
+        return (*[None] * n_state, *[next(grads) if mark is not None else None for mark in marks])
+
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return call
+
+
+def _with_jvp_of(handler: Handler, fun: Any, original: Any, n_outs: int, n_state: int) -> Any:
+    @jax.custom_jvp
+    def call(*args: Any) -> Any:
+        return fun(*args)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        moving = [not _compat.is_symbolic_zero(t) for t in tangents[n_state:]]
+        of_moving, xs = _split(original, primals[n_state:], moving)
+        ts = [t for t, m in zip(tangents[n_state:], moving, strict=True) if m]
+        if ts:
+            differentiate = lambda p, t: jax.jvp(of_moving, p, t)  # noqa: E731
+            outs, tangents_out = silenced(handler, differentiate, tuple(xs), tuple(ts))
+        else:
+            outs = silenced(handler, original, *primals[n_state:])
+            tangents_out = list(map(_no_tangent, outs))
+        extra = _extra(fun, primals, n_outs)
+        return [*outs, *extra], [*tangents_out, *map(_no_tangent, extra)]
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return call
+
+
+def _no_tangent(x: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _linear_solve(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    lengths, jaxprs = params["const_lengths"], params["jaxprs"]
+    if run.handler.in_place:
+        stripped = type(jaxprs)(*[j and transformed(run, j, run.state).jaxpr for j in jaxprs])
+        return primitive.bind(*args, **dict(params, jaxprs=stripped))
+    start = lengths.matvec + lengths.vecmat
+    consts, b = args[start : start + lengths.solve], args[sum(lengths) :]
+    n_rest = len(args) - len(consts) - len(b)
+
+    # The solver's own constants and right-hand side are what its jaxpr takes; the rest only serves differentiation.
+    rest = [*args[:start], *args[start + lengths.solve : sum(lengths)]]
+
+    def original(*xs: Any) -> list[Any]:
+        others, consts, b = xs[:n_rest], xs[n_rest : n_rest + lengths.solve], xs[n_rest + lengths.solve :]
+        return primitive.bind(*others[:start], *consts, *others[start:], *b, **params)
+
+    solve = _compat.make_jaxpr(
+        lambda *xs: _compat.jaxpr_as_fun(jaxprs.solve)(*xs[n_rest:]), types_of([*rest, *consts, *b])
+    )
+    return _with_rule_of(run, original, solve, [], [*rest, *consts, *b], _with_jvp_of)
+
+
+def _high(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """Primitives of JAX's newer kind: custom_root from 0.11.2; remat and custom derivatives behind flags on 0.12."""
+    prim = params["_prim"]
+    if type(prim).__name__ == "RematTraced":
+
+        def attempt(state: Any) -> list[Any]:
+            entry = transformed(run, prim.jaxpr, state)
+            jaxpr, consts = _compat.without_consts(entry.jaxpr)
+            leaves = jax.tree.leaves(state)
+            widened = _compat.widen_high_remat(prim, jaxpr, len(consts) + len(leaves))
+            outs, state, piece = entry.unpack(widened(*consts, *leaves, *args))
+            run.absorb(state, piece, entry.keys)
+            return outs
+
+        return run.settle(attempt)
+
+    def expand(*xs: Any) -> list[Any]:
+        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, xs)))
+
+    def original(*xs: Any) -> list[Any]:
+        return primitive.bind(*xs, **params)
+
+    jaxpr = _compat.make_jaxpr(expand, types_of(args))
+    wrap = _with_jvp_of if type(prim).__name__ == "CustomJVPTraced" else _with_vjp_of
+    return _with_rule_of(run, original, jaxpr, [], args, wrap)
+
+
+def _log_grad(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """It logs when the function is differentiated from outside, which makes it a derivative rule like others."""
+    handler, event = run.handler.for_rules(), params["event"]
+    if not handler.wants(event, run.inside):
+        return args[: event.treedef.num_leaves]
+    seen = event.seen or isinstance(handler, MarkSeen)
+    return primitive.bind(*args, event=dataclasses.replace(event, seen=seen))
+
+
+# --- several devices -----------------------------------------------------------------------------
+
+
+def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """What varies over devices leaves with a device axis, as the outermost lane; what does not leaves as it is."""
+    jaxpr, mesh, check = params["jaxpr"], params["mesh"], params["check_vma"]
+    manual = _compat.manual_axes(params)
+    sharded = functools.partial(jax.shard_map, mesh=mesh, axis_names=manual, check_vma=check)
+
+    def varying(laned: Laned) -> tuple[str, ...]:
+        axes = [_compat.varying_axes(_compat.aval_of(x)) if check else manual for x in jax.tree.leaves(laned.tree)]
+        return tuple(a for a in mesh.axis_names if a in frozenset().union(*axes))
+
+    def leave(laned: Laned, lead: int) -> Laned:
+        names = varying(laned)
+        tree = jax.tree.map(lambda x: jnp.expand_dims(x, lead), laned.tree) if names else laned.tree
+        return Laned(tree, (names, *laned.flags))
+
+    def enter(laned: Laned, lead: int) -> Laned:
+        names, *flags = laned.flags
+        tree = jax.tree.map(lambda x: jnp.squeeze(x, lead), laned.tree) if names else laned.tree
+        return Laned(tree, tuple(flags))
+
+    def spec(laned: Laned, lead: int) -> Laned:
+        names = laned.flags[0]
+        return laned.map(lambda _: PartitionSpec(*[None] * lead, names) if names else PartitionSpec())
+
+    def everywhere(_: Any) -> PartitionSpec:
+        return PartitionSpec()
+
+    def outside(laned: Laned, lead: int) -> Laned:
+        """The type that a value has once it is outside."""
+        names, size = varying(laned), int(np.prod([mesh.shape[n] for n in varying(laned)]))
+
+        def aval(a: Any) -> Any:
+            axes = [*_compat.explicit_axes(a)] or [None] * len(a.shape)
+            shape = a.shape
+            if names:
+                told = _compat.explicit_over(mesh, names)
+                shape = (*shape[:lead], size, *shape[lead:])
+                axes.insert(lead, told and told.names)
+            return _compat.array_type(shape, a.dtype, _compat.abstract_sharding(mesh, axes))
+
+        return Laned(jax.tree.map(aval, laned.tree), (names, *laned.flags))
+
+    def at_the_door(laned: Laned, lead: int) -> Laned:
+        """Sharded as the devices take it."""
+        names = laned.flags[0]
+        sharding = _compat.explicit_over(mesh, names) if names else None
+        return laned if sharding is None else laned.map(lambda x: _compat.shard_axes(x, {lead: sharding}))
+
+    def attempt(state: Any) -> list[Any]:
+        inside, rejoin = run.handler.split_state(state, _logged_keys(run, jaxpr))
+        inside = map_laned(at_the_door, map_laned(_with_device_flag, inside))
+        box: dict[str, Any] = {}
+
+        def body(given: Any, *xs: Any) -> Any:
+            given = map_laned(enter, given)
+            inner = run.block(given)
+            # Unless JAX checks what varies, types do not tell: not of the axes around either.
+            inner.alike = inner.alike | manual if check else frozenset()
+            with _compat.given_up_by(Retrace):
+                outs = interpret(inner, jaxpr, xs)
+                try:
+                    run.require_type(inner, given)
+                except Grown as grown:
+                    raise Grown(run, types_of(rejoin(map_laned(outside, grown.struct)))) from None
+            state, piece = map_laned(leave, (inner.state, inner.piece()))
+            left = state, jax.tree.map(Series.even, piece, is_leaf=lambda x: isinstance(x, Series))
+            box.update(keys=inner.keys, specs=map_laned(spec, left, everywhere))
+            return outs, left
+
+        in_specs = (map_laned(spec, inside, everywhere), *params["in_specs"])
+        outs_specs = list(params["out_specs"])
+        # Which results vary is known only once the body has been traced.
+        probe = sharded(lambda *xs: body(*xs)[0], in_specs=in_specs, out_specs=outs_specs)
+        jax.eval_shape(probe, inside, *args)
+        with rebuilding():
+            rebuilt = sharded(body, in_specs=in_specs, out_specs=(outs_specs, box["specs"]))
+            outs, (inside, piece) = rebuilt(inside, *args)
+        run.absorb(rejoin(inside), piece, box["keys"])
+        return outs
+
+    return run.settle(attempt)
+
+
+def _with_device_flag(laned: Laned, lead: int) -> Laned:
+    del lead
+    if laned.flags and isinstance(laned.flags[0], tuple):
+        return laned
+    return Laned(laned.tree, ((), *laned.flags))
+
+
+# Primitives that run their jaxpr once, so that there are as many events as in it.
+_INLINED = [
+    "closed_call",
+    "core_call",
+    "eval_jaxpr",
+    "xla_metadata_call",
+    "scheduling_group",
+    "custom_partitioning",
+    "compute_on",
+]
+RUN_ONCE = frozenset(
+    [
+        *_INLINED,
+        "jit",
+        "pjit",
+        "remat2",
+        "checkpoint",
+        "composite",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vmap_call",
+        "custom_linear_solve",
+        "remat_opt",
+        "shard_map",
+    ]
+)
+
+RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "remat_opt": _remat_opt,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "composite": _composite,
+    "custom_vmap_call": _custom_vmap,
+    "custom_linear_solve": _linear_solve,
+    "call_hi_primitive": _high,
+    "shard_map": _shard_map,
+    _compat.LOG_GRAD_NAME: _log_grad,
+    **dict.fromkeys(_INLINED, _inline),
+}

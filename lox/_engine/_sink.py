@@ -1,0 +1,66 @@
+"""The default sink: where an event goes that no transformation has claimed."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lox import _errors
+from lox._data import _format
+from lox._data._logdict import logdict
+
+_CHOICES = ("console", "off")
+
+
+class Config:
+    """Settings of lox, at `lox.config`.
+
+    >>> import lox
+    >>> lox.config.sink = "off"  # ignore events that no spool or tap has claimed
+    >>> lox.config.sink = "console"  # print them: the default
+    >>> lox.config.sink = lambda logs: None  # or do with them what you like
+
+    The sink is read when an event arrives, so that functions already compiled follow it.
+    """
+
+    _sink: str | Callable[[logdict], Any] = "console"
+
+    @property
+    def sink(self) -> str | Callable[[logdict], Any]:
+        """`"console"`, `"off"` or a function of a `logdict` of NumPy arrays."""
+        return self._sink
+
+    @sink.setter
+    def sink(self, value: str | Callable[[logdict], Any]) -> None:
+        if value not in _CHOICES and not callable(value):
+            raise _errors.OptionError(f"`lox.config.sink` is {value!r}; choose 'console', 'off' or a function.")
+        self._sink = value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in dir(type(self)):
+            raise _errors.OptionError(f"`lox.config` has no setting {name!r}; it has 'sink'.")
+        super().__setattr__(name, value)
+
+
+config = Config()
+if os.environ.get("LOX_SINK"):
+    config.sink = os.environ["LOX_SINK"]
+
+
+def is_compiled_out() -> bool:
+    """Whether the environment asks that compiled programs contain no call to the default sink at all."""
+    return os.environ.get("LOX_SINK") == "off"
+
+
+def deliver(logs: logdict, token: int = 0) -> None:
+    """Take one event of NumPy values."""
+    del token
+    sink = config.sink
+    if callable(sink):
+        sink(logs)
+    elif sink == "console":
+        show(logs)
+
+
+def show(logs: logdict) -> None:
+    """Print one event: `{'loss': 0.5} step=3`."""
+    print(_format.with_steps(logs))

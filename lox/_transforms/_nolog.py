@@ -1,0 +1,108 @@
+"""`lox.nolog` and `lox.keep`: programs without some of their logs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lox._engine import _interpret as _engine
+from lox._engine._event import Event, Meta
+from lox._engine._interpret import Run
+from lox._engine._primitive import bind
+from lox._engine._select import Names, Selection
+from lox._transforms import _call
+from lox._transforms._call import P, R
+
+
+@dataclasses.dataclass(frozen=True)
+class Remove(_engine.Drop):
+    """Removes the selected logs, or those not selected, and leaves the others as they are."""
+
+    selection: Selection
+    inverted: bool
+
+    @property
+    def names(self) -> Names | None:
+        """The selection."""
+        return Names.of(self.selection, removing=not self.inverted, rules=True)
+
+    def staying(self, event: Any, path: str) -> list[str]:
+        """The keys that are not removed."""
+        # A log marked `explicit` is removed by a plain `nolog` too: the question is what to remove, not what to show.
+        chosen = self.selection.keys(dataclasses.replace(event, explicit=False), path)
+        keys = event.values if isinstance(event, Event) else event.keys
+        return [k for k in keys if (path + k in chosen) == self.inverted]
+
+    def wants(self, meta: Meta, path: str) -> bool:
+        """Those that stay."""
+        return bool(self.staying(meta, path))
+
+    def event(self, run: Run, event: Event) -> None:
+        """Bind again what stays."""
+        staying = self.staying(event, event.path)
+        if staying:
+            bind(event.only(staying))
+
+
+def _removing(fun: Callable[P, R], handler: Remove) -> Callable[P, R]:
+    def remove(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return _engine.run_staged(handler, fun, args, kwargs)
+
+    @functools.wraps(fun)
+    def removed(*args: P.args, **kwargs: P.kwargs) -> R:
+        return _call.call(fun, handler, remove, args, kwargs)
+
+    return removed
+
+
+def nolog(
+    fun: Callable[P, R],
+    argnames: str | Iterable[str] | None = None,
+    tags: str | Iterable[str] | None = None,
+) -> Callable[P, R]:
+    """Remove logs from a function, at no cost: it compiles to the same program as without its log lines.
+
+    >>> import lox
+    >>> def f(x):
+    ...     lox.log({"x": x})
+    ...     return x + 1
+    >>> lox.nolog(f)(1)
+    2
+
+    Args:
+        fun: Any function of JAX arrays, jitted or not.
+        argnames: Remove these keys only; globs such as `"debug/*"` are allowed.
+        tags: Remove logs with one of these tags only.
+
+    Returns:
+        A function with the signature and result of `fun`.
+    """
+    return _removing(fun, Remove(Selection.of(argnames, tags), inverted=False))
+
+
+def keep(
+    fun: Callable[P, R],
+    argnames: str | Iterable[str] | None = None,
+    tags: str | Iterable[str] | None = None,
+) -> Callable[P, R]:
+    """Remove all logs but the selected ones: the complement of `nolog`.
+
+    >>> import lox
+    >>> def f(x):
+    ...     lox.log({"x": x, "y": 2 * x})
+    ...     return x
+    >>> print(lox.spool(lox.keep(f, "y"))(1)[1])
+    {'y': 2}
+
+    Args:
+        fun: Any function of JAX arrays, jitted or not.
+        argnames: Keep these keys; globs such as `"train/*"` are allowed.
+        tags: Keep logs with one of these tags.
+
+    Returns:
+        A function with the signature and result of `fun`.
+    """
+    return _removing(fun, Remove(Selection.of(argnames, tags), inverted=True))
+
+
+strip = nolog  # its other name

@@ -1,0 +1,48 @@
+"""`lox.reraise`: what a callback has raised, out of a compiled program.
+
+XLA passes on the text of an exception only, after the stack of the program's threads, in an error of JAX's own. By a
+number in that text the exception itself is found.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from lox import _compat
+from lox._engine import _emit
+
+
+@contextlib.contextmanager
+def reraise() -> Iterator[None]:
+    """Raise what a callback has raised as it was, also out of a compiled program.
+
+    >>> import jax, lox
+    >>> @jax.jit
+    ... @lox.watch
+    ... def f(x):
+    ...     lox.log({"log x": jax.numpy.log(x)})
+    ...     return x
+    >>> lox.config.sink = "off"
+    >>> try:
+    ...     with lox.reraise():
+    ...         jax.block_until_ready(f(-1.0))
+    ... except lox.NonFiniteError as error:
+    ...     print(error)
+    'log x' is NaN.
+      logged at ...
+    >>> lox.config.sink = "console"
+
+    Without it, JAX raises a `jax.errors.JaxRuntimeError`, whose text ends with that of the exception. Outside of jit it
+    is not needed: `lox.tap(f)` and `lox.watch(f)` raise what it was by themselves.
+
+    Wait for results inside of the block: JAX raises the error where that is done.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as report:
+        error = _emit.error_behind(report)
+        if error is None:
+            raise
+        _compat.forget_failed_effects(type(error).__name__)
+        raise error from None

@@ -1,0 +1,356 @@
+"""`lox.spool`: logs as a result."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lox import _compat, _errors
+from lox._data import _reduce, _series
+from lox._data._lanes import Laned
+from lox._data._logdict import logdict, warn_of_dropped
+from lox._data._series import Series
+from lox._engine import _interpret as _engine
+from lox._engine._event import Event, Meta
+from lox._engine._interpret import Handler, Run, Tally
+from lox._engine._primitive import bind
+from lox._engine._select import Names, Selection
+from lox._transforms import _call
+from lox._transforms._call import P, R
+from lox._transforms._state import Buffer, Fold, Room
+
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collect(Handler):
+    """Stacks events, or reduces them while the program runs.
+
+    Pieces are series by key. The state has, by key, the reductions under way and the buffers of those keys that are
+    logged in loops of unknown length.
+    """
+
+    selection: Selection
+    reduce: Any = None  # a Reduction for all keys, or pairs of key and Reduction
+    capacity: int | Options | None = None
+    interval: int | None = None
+    keep_logs: bool = False
+
+    @property
+    def names(self) -> Names | None:
+        """Those of the options."""
+        return Names.of(self.selection, reduce=self.reduce, capacity=self.capacity)
+
+    def wants(self, meta: Meta, path: str) -> bool:
+        """Those that are selected, or kept for others."""
+        return self.keep_logs or bool(self.selection.keys(meta, path))
+
+    def initial_state(self) -> dict[str, Fold | Buffer]:
+        """Nothing yet: a key's state begins with its first event."""
+        return {}
+
+    def reduction(self, key: str, own: _reduce.Reduction | None) -> _reduce.Reduction | None:
+        """Spool's mapping for the key wins over the log's own reduction, which wins over spool's for all keys."""
+        found = dict(self.reduce).get(key, own) if isinstance(self.reduce, tuple) else own or self.reduce
+        return None if found is not None and found.name == "append" else found
+
+    def event(self, run: Run, event: Event) -> None:
+        """Take the selected keys."""
+        if self.keep_logs:
+            bind(event.replace(seen=True))
+        event = event.in_scope()
+        keys = self.selection.keys(event)
+        event = event.owned() if keys else event
+        for key in keys:
+            reduction = self.reduction(key, event.reductions[key])
+            held = run.state.get(key)
+            if isinstance(held, Room):
+                held = held.buffer(key, event) if reduction is None else None
+            if held is not None:
+                self._check_same_reduction(held, reduction, key, event)
+                held = held.fitting(event).take(event)
+            elif reduction is not None:
+                self._check_not_stacked(run, key, reduction, event)
+                held = Fold.empty(reduction, key, event, self.interval or 1).take(event)
+            elif run.unbounded:
+                capacity = self._capacity(key, event.site)
+                held = Buffer.empty(capacity, key, event, self.interval or 1).take(event)
+            if held is not None:
+                run.state = {**run.state, key: held}
+            else:
+                series = event.series(key)
+                run.collect({key: series.expanded() if run.in_python_loop() else series})
+            run.note(key, event.mask is None)
+
+    def _capacity(self, key: str, site: str) -> int:
+        capacity = dict(self.capacity).get(key) if isinstance(self.capacity, tuple) else self.capacity
+        if capacity is None:
+            raise _errors.unbounded_loop(key, site)
+        return capacity
+
+    def _check_same_reduction(self, held: Fold | Buffer, reduction: Any, key: str, event: Event) -> None:
+        before = held.reduction if isinstance(held, Fold) else None
+        before = _reduce.MEAN if before is _reduce.WEIGHTED_MEAN else before
+        if before != reduction:
+            site = held.site if isinstance(held, Fold) else held.rows.site
+            raise _errors.mismatch(key, "reductions", _name(before), str(site), _name(reduction), event.site)
+
+    def _check_not_stacked(self, run: Run, key: str, reduction: Any, event: Event) -> None:
+        thinned = [{key: series} for series in run.notes[key].kept] if key in run.notes else []
+        for piece in [*thinned, *run.pieces]:
+            if key in piece:
+                site = str(piece[key].site)
+                raise _errors.mismatch(key, "reductions", _name(None), site, _name(reduction), event.site)
+
+    def counts(self, meta: Meta, path: str) -> list[str]:
+        """The keys that are stacked."""
+        own = {path + key: how for key, how in zip(meta.keys, meta.reductions, strict=True)}
+        return [key for key in self.selection.keys(meta, path) if self.reduction(key, own[key]) is None]
+
+    def before(self, run: Run, find: Callable[[], dict[str, Tally]]) -> None:
+        """With an interval, make room for what loops will keep: the other events are not even stored."""
+        if self.interval is None:
+            return
+        for key, tally in find().items():
+            if tally.looped and tally.count < math.inf and key not in run.state:
+                note = self._thin_out(run, key)
+                known = note.seen if tally.exact and isinstance(note.seen, int) else None
+                room = Room.within(int(tally.count), self.interval, _as_laned(note.seen), known)
+                run.state = {**run.state, key: room}
+                note.coming = tally
+
+    def after(self, run: Run, completed: bool) -> None:
+        """Put away what was kept."""
+        for key, note in run.notes.items():
+            if note.coming is None:
+                continue
+            held, tally, note.coming = run.state[key], note.coming, None
+            run.state = {k: v for k, v in run.state.items() if k != key}
+            if isinstance(held, Room) or not completed:  # nothing came
+                continue
+            if isinstance(held, Fold):
+                run.state = {**run.state, key: held}
+            elif tally.exact and isinstance(note.seen, int):
+                self.check(run, {key: held.full()})
+                note.kept.append(held.full())
+                note.seen += int(tally.count)
+            else:
+                self.check(run, {key: held.rows})
+                note.kept.append(held.finish(certain=False))
+                note.seen = held.seen
+
+    def _thin_out(self, run: Run, key: str) -> Any:
+        """Apply the interval to what was stacked of a key."""
+        assert self.interval is not None
+        note = run.notes.setdefault(key, Thinned([], 0, None))
+        stacked = run.piece() if run.pieces else {}
+        if key in stacked:
+            kept, note.seen = _series.every(stacked.pop(key), self.interval, note.seen)
+            note.kept.append(kept)
+            run.pieces = [stacked] if stacked else []
+        return note
+
+    def check(self, run: Run, piece: dict[str, Series]) -> None:
+        """Now and not at the end: the result of a long computation must not be lost for its logs."""
+        for key, series in piece.items():
+            _series.check_fit_all(run.models.setdefault(key, {}), series)
+
+    def gather(self, pieces: list[dict[str, Series]]) -> dict[str, Series]:
+        """Key by key."""
+        parts: dict[str, list[Series]] = {}
+        for piece in pieces:
+            for key, series in piece.items():
+                parts.setdefault(key, []).append(series)
+        return {key: _series.concatenate(found) for key, found in parts.items()}
+
+    def unroll(self, piece: dict[str, Series], reverse: bool) -> dict[str, Series]:
+        """Key by key."""
+        return {key: _series.unroll(series, reverse) for key, series in piece.items()}
+
+    def unify(self, pieces: list[dict[str, Series]]) -> list[Callable[[Any], Any]] | None:
+        """Branches that log alike need nothing; the others are padded, with a mask for what did not happen."""
+        keys = dict.fromkeys(k for p in pieces for k in p)
+        if all(_alike(p, pieces[0]) for p in pieces[1:]):
+            return None
+        shapes = {k: _series.common_shape([p.get(k) for p in pieces]) for k in keys}
+
+        def fit(piece: dict[str, Series]) -> dict[str, Series]:
+            return {k: _series.conform(piece.get(k), shape) for k, shape in shapes.items()}
+
+        return [fit] * len(pieces)
+
+    def allows(self, run: Run, struct: dict[str, Any]) -> bool:
+        """Keys may begin inside, unless there were events of them before that have to be put in front."""
+        stacked = {key for piece in run.pieces for key in piece}
+        return not any(key not in run.state and (key in stacked or key in run.notes) for key in struct)
+
+    def extend(self, run: Run, struct: dict[str, Any]) -> None:
+        """Keys that are new begin empty, or with what was stacked of them before."""
+        state = {}
+        stacked = run.piece() if run.pieces else {}
+        for key, target in struct.items():
+            held = run.state.get(key)
+            note = run.notes.pop(key, None) if held is None else None
+            if note is not None:  # a key that was thinned out so far, and is now met in a loop of unknown length
+                every_event = dataclasses.replace(Buffer.from_struct(target), interval=1)
+                kept = _series.concatenate(note.kept)
+                _series.check_fit(kept, target.rows)
+                buffer = every_event.take_series(kept)
+                # Not of the type of `target`, which need not have the steps of these.
+                state[key] = dataclasses.replace(buffer, interval=target.interval, seen=_as_laned(note.seen))
+                if key in stacked:
+                    state[key] = state[key].take_series(stacked.pop(key))
+            elif held is None and key in stacked:
+                series = stacked.pop(key)
+                if isinstance(target, Fold):
+                    raise _errors.mismatch(
+                        key, "reductions", _name(None), str(series.site), _name(target.reduction), str(target.site)
+                    )
+                _series.check_fit(series, target.rows)
+                state[key] = Buffer.from_struct(target).take_series(series)
+            elif held is None:
+                state[key] = type(target).from_struct(target)
+            else:
+                state[key] = held.conform(target)
+        run.state, run.pieces = state, [stacked] if stacked else []
+
+    def split_state(self, state: dict[str, Any], keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
+        """By key."""
+        inside = {k: v for k, v in state.items() if k in keys}
+        return inside, lambda part: {**state, **part}
+
+    def for_rules(self) -> Handler:
+        """Consumed, or left to others without a word to the console."""
+        return _engine.MarkSeen() if self.keep_logs else _engine.Drop()
+
+
+@dataclasses.dataclass
+class Thinned:
+    """What an interval has kept of a key at the outermost level."""
+
+    kept: list[Series]
+    seen: int | Laned  # how many events there were; a plain number as long as it is known beforehand
+    coming: Tally | None  # what is being run
+
+
+def _as_laned(seen: int | Laned) -> Laned:
+    return Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else seen
+
+
+def _name(reduction: _reduce.Reduction | None) -> str:
+    return "no reduction" if reduction is None else f"reduce={reduction.name!r}"
+
+
+def _alike(a: dict[str, Series], b: dict[str, Series]) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x.shape == y.shape and x.dtype == y.dtype for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def finish(handler: Collect, run: Run, prefix: str) -> logdict:
+    """What a run has collected, as users see it."""
+    found: dict[str, Series] = dict(run.piece() if run.pieces else {})
+    if handler.interval is not None:
+        for key in [*found, *run.notes]:
+            note = handler._thin_out(run, key)
+            found[key] = _series.concatenate(note.kept)
+    reduced, dropped = set(), {}
+    for key, held in run.state.items():
+        found[key] = held.finish(run.keys.get(key, False))
+        if isinstance(held, Fold):
+            reduced.add(prefix + key)
+        else:
+            dropped[prefix + key] = held.dropped()
+    ordered = [dataclasses.replace(found[k], key=prefix + k if prefix else k) for k in run.keys if k in found]
+    logs = logdict.from_series(ordered, reduced)
+    logs.dropped = dropped
+    return logs
+
+
+def spool(
+    fun: Callable[P, R],
+    argnames: str | Iterable[str] | None = None,
+    tags: str | Iterable[str] | None = None,
+    keep_logs: bool = False,
+    interval: int | None = None,
+    reduce: Any = None,
+    prefix: str = "",
+    capacity: int | Mapping[str, int] | None = None,
+    unify: bool = True,
+) -> Callable[P, tuple[R, logdict]]:
+    """Make a function return its logs beside its result.
+
+    >>> import lox
+    >>> def f(x, y):
+    ...     lox.log({"x": x, "y": y})
+    ...     return x * y
+    >>> z, logs = lox.spool(f)(3, 4)
+    >>> print(z, logs)
+    12 {'x': 3, 'y': 4}
+
+    A key logged once, outside loops, is the value itself; any other gets a leading axis of events, in the order in
+    which they happened. Inside `fun` nothing is printed.
+
+    Args:
+        fun: Any function of JAX arrays, jitted or not.
+        argnames: Return these keys only; globs such as `"train/*"` are allowed.
+        tags: Return logs with one of these tags only.
+        keep_logs: Leave the logs to outer transformations too. By default they are consumed.
+        interval: Keep events 0, k, 2k, ... of each key.
+        reduce: Combine the events of each key while the program runs, in constant memory: `"mean"`, `"sum"`, `"min"`,
+            `"max"`, `"first"`, `"last"`, `"count"`, `"std"`, `"var"`, a `lox.Reduction`, or a mapping from key to one
+            of them. `"append"` stacks, which is the default.
+        prefix: Put in front of every key.
+        capacity: Room for that many events of each key that is logged inside `while_loop`, whose length is unknown.
+        unify: Branches that log differently are always united; for programs that ask for it.
+
+    Returns:
+        A function with the signature of `fun` that returns `(result, logs)`.
+
+    Raises:
+        OptionError: An option that makes no sense.
+        SpoolError: At the call: a key is logged in `while_loop`, with neither `capacity` nor `reduce` for it.
+        MismatchError: At the call: events of one key do not fit together.
+    """
+    prefix = _call.prefix_option(prefix)
+    if not unify:
+        raise _errors.OptionError(
+            "`unify` is False, but branches that log differently are always united: leave it out."
+        )
+    handler = Collect(
+        Selection.of(argnames, tags),
+        _call.reduce_option(reduce),
+        _call.count_option("capacity", capacity),
+        _call.count_option("interval", interval),
+        keep_logs,
+    )
+    return collecting(fun, handler, prefix)
+
+
+def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Callable[P, tuple[R, logdict]]:
+    """`spool` with options that have been looked at."""
+
+    def collect(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
+        out, run = _engine.run_function(handler, fun, args, kwargs)
+        with _compat.own_transfers():
+            return out, finish(handler, run, prefix)
+
+    @functools.wraps(fun)
+    def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:
+        out, logs = _call.call(fun, (handler, prefix), collect, args, kwargs)
+        if (logs.valid or logs.dropped) and not _is_traced(logs):
+            if logs.dropped:  # a warning is due at once, which has to wait for the values
+                warn_of_dropped(logs)
+                return out, logs.without_empty_slots()
+            logs = logs.compacted_when_looked_at()
+        return out, logs
+
+    return spooled
+
+
+def _is_traced(logs: logdict) -> bool:
+    return any(isinstance(x, _compat.Tracer) for x in jax.tree.leaves(logs))

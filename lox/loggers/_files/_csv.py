@@ -1,0 +1,87 @@
+"""`CsvLogger`: a table per run."""
+
+import csv
+import functools
+import io
+import json
+import os
+from typing import Any
+
+from lox._data._logdict import logdict
+from lox.loggers._files._plain import FileLogger, RunFile
+from lox.loggers._files._rows import leaf_by_leaf, rows, strict_json
+from lox.loggers._run import Run
+
+
+class CsvLogger(FileLogger):
+    """Writes one file per run, `42.csv`: a row per event, a column per step and key.
+
+    >>> import jax, lox, tempfile
+    >>> with lox.loggers.CsvLogger(tempfile.mkdtemp()) as logger:
+    ...     state = logger.init(jax.random.key(42))
+    ...     logger.log(state, {"loss": 0.5}, step=0)
+    ...     logger.log(state, {"loss": 0.25, "accuracy": 0.75}, step=1)
+    >>> print((logger.path / "42.csv").read_text(), end="")
+    step,loss,accuracy
+    0,0.5,
+    1,0.25,0.75
+
+    A cell is empty if the event does not have that key. NaN is `nan`. An array is a JSON list in one cell; a pytree has
+    a column per leaf, such as `stats['mean']`. A `lox.Histogram` is a JSON object of its bins, mean and spread, a
+    `lox.Image` the name of a PNG file in `42.media/`. Where a key and a step have the same name, the second of the two
+    is called `step [key]` or `step [step]`.
+
+    A key that comes late needs a new column, hence a new header: the file is written anew beside the old one and takes
+    its place when it is complete. So the table stays one that any program can read, and a crash leaves either the old
+    or the new one. That costs a copy of the file per set of new keys, which is few in practice: with thousands of keys
+    that come one by one, take `JsonlLogger`. An existing file is left alone: the run is then called `42.1`. What `init`
+    got as config is in `42.csv.config.json`.
+
+    Args:
+        path: The folder; it is created with the first run.
+    """
+
+    suffix = ".csv"
+
+    def write(self, run: Run, logs: logdict) -> None:
+        """One row per event."""
+        file: RunFile = run.resource
+        picture = functools.partial(self.save_picture, run)
+        table = [_cells(file, steps, values) for steps, values in rows(leaf_by_leaf(logs), picture)]
+        new = list(dict.fromkeys(column for row in table for column in row if column not in file.columns))
+        if new:
+            self._widen(run, [*file.columns, *new])
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([row.get(c, "") for c in file.columns] for row in table)
+        self.append(run, text.getvalue())
+
+    def _widen(self, run: Run, columns: list[str]) -> None:
+        file: RunFile = run.resource
+        self.forget(run)
+        beside = file.path.with_name(f".{file.path.name}.new")
+        options: dict[str, Any] = dict(encoding="utf-8", errors="backslashreplace", newline="")
+        try:
+            with open(file.path, **options) as old, open(beside, "w", **options) as new:
+                writer = csv.writer(new, lineterminator="\n")
+                writer.writerow(columns)
+                before = csv.reader(old)
+                next(before, None)
+                writer.writerows(row + [""] * (len(columns) - len(row)) for row in before)
+                new.flush()
+                os.fsync(new.fileno())
+            os.replace(beside, file.path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+        file.columns = columns
+
+
+def _cells(file: RunFile, steps: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    cells = {file.labels.of("step", name): _cell(x) for name, x in steps.items()}
+    return cells | {file.labels.of("key", key): _cell(x) for key, x in values.items()}
+
+
+def _cell(value: Any) -> Any:
+    if value is None:
+        return ""
+    return json.dumps(strict_json(value)) if isinstance(value, list | dict) else value

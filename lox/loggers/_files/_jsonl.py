@@ -1,0 +1,42 @@
+"""`JsonlLogger`: a JSON object per event."""
+
+import functools
+import json
+
+from lox._data._logdict import logdict
+from lox.loggers._files._plain import FileLogger
+from lox.loggers._files._rows import rows, strict_json
+from lox.loggers._run import Run
+
+
+class JsonlLogger(FileLogger):
+    """Writes one file per run, `42.jsonl`, with one line per event: its steps, then its values.
+
+    >>> import jax, lox, tempfile
+    >>> with lox.loggers.JsonlLogger(tempfile.mkdtemp()) as logger:
+    ...     state = logger.init(jax.random.key(42))
+    ...     logger.log(state, {"loss": 0.5, "xs": [1, 2]}, step=0)
+    >>> print((logger.path / "42.jsonl").read_text(), end="")
+    {"step": 0, "loss": 0.5, "xs": [1, 2]}
+
+    Arrays are lists, pytrees objects. Every line is valid JSON: NaN and infinities are the strings `"NaN"`,
+    `"Infinity"` and `"-Infinity"`. Keys may come and go. A step and a key of the same name stay apart: the second of
+    the two becomes `"step [step]"` or `"step [key]"`. Files are only appended to, and an existing one is left alone:
+    the run is then called `42.1`. A `lox.Histogram` is an object of its bins, mean and spread, a `lox.Image` the name
+    of a PNG file in `42.media/`. What `init` got as config is in `42.jsonl.config.json`.
+
+    Args:
+        path: The folder; it is created with the first run.
+    """
+
+    suffix = ".jsonl"
+
+    def write(self, run: Run, logs: logdict) -> None:
+        """One line per event."""
+        label = run.resource.labels.of
+        lines = []
+        for steps, values in rows(logs, functools.partial(self.save_picture, run)):
+            line = {label("step", name): x for name, x in steps.items()}
+            line |= {label("key", key): x for key, x in values.items()}
+            lines.append(json.dumps(strict_json(line), allow_nan=False) + "\n")
+        self.append(run, "".join(lines))

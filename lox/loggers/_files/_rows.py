@@ -1,0 +1,169 @@
+"""Logs as rows of plain values: what CSV and JSON can hold.
+
+A row is one event: its steps, and the values of all keys that have the same steps and as many events. Keys that are
+logged together, by one `lox.log`, so stand together.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lox._data._histogram import Histogram
+from lox._data._image import Image
+from lox._data._logdict import logdict
+
+Row = tuple[dict[str, Any], dict[str, Any]]  # steps, values
+Picture = Callable[[np.ndarray], Any]
+
+
+def is_shown_whole(value: Any) -> bool:
+    """Whether this pytree is one thing to whoever looks at it, not several arrays."""
+    return isinstance(value, Histogram | Image)
+
+
+def rows(logs: logdict, picture: Picture) -> Iterator[Row]:
+    """The rows of logs that have an event axis, as `Logger.write` gets them.
+
+    A histogram is a dict of its bins, mean and spread; what stands for a picture, `picture` makes of its bytes.
+    """
+    groups: dict[Any, list[str]] = {}
+    for key in logs:
+        count = len(jax.tree.leaves(logs[key])[0])
+        steps = {name: of[key] for name, of in logs.steps.items() if key in of}
+        same = tuple((name, x.shape, str(x.dtype), x.tobytes()) for name, x in sorted(steps.items()))
+        groups.setdefault((count, same), []).append(key)
+    for (count, _), keys in groups.items():
+        steps = {name: plain(of[keys[0]]) for name, of in logs.steps.items() if keys[0] in of}
+        columns = {key: _column(logs, key, count, picture) for key in keys}
+        for event in range(count):
+            yield {name: x[event] for name, x in steps.items()}, {key: x[event] for key, x in columns.items()}
+
+
+def leaf_by_leaf(logs: logdict) -> logdict:
+    """The same logs with a key for every leaf of a pytree: `stats['mean']`. Histograms and pictures are leaves."""
+    if all(isinstance(x, np.ndarray) or is_shown_whole(x) for x in logs.values()):
+        return logs
+    flat = logdict()
+    for key in logs:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_shown_whole):
+            name = key + jax.tree_util.keystr(path)
+            while name in flat or (path and name in logs):  # a key that looks like a leaf of another
+                name += " [leaf]"
+            flat[name] = leaf
+            for step, of in logs.steps.items():
+                if key in of:
+                    flat.steps.setdefault(step, {})[name] = of[key]
+            if key in logs.valid:
+                flat.valid[name] = logs.valid[key]
+    return flat
+
+
+def _column(logs: logdict, key: str, count: int, picture: Picture) -> list[Any]:
+    """What a key has in each row."""
+    value, valid = logs[key], logs.valid.get(key)
+    if isinstance(value, np.ndarray):
+        return plain(value, valid)
+
+    def at_event(x: Any, event: int) -> Any:
+        mask = None if valid is None else valid[event]
+        if is_shown_whole(x):
+            return _whole(jax.tree.map(lambda a: a[event], x), mask, picture)
+        return plain(x[event], mask)
+
+    return [jax.tree.map(lambda x, n=n: at_event(x, n), value, is_leaf=is_shown_whole) for n in range(count)]
+
+
+def _whole(x: Any, valid: np.ndarray | None, picture: Picture) -> Any:
+    lanes = x.counts.shape[:-1] if isinstance(x, Histogram) else x.pixels.shape[:-3]
+    if lanes:
+        parts = [jax.tree.map(lambda a, i=i: a[i], x) for i in range(lanes[0])]
+        masks = valid if valid is not None and valid.ndim else [valid] * lanes[0]
+        return [_whole(part, mask, picture) for part, mask in zip(parts, masks, strict=True)]
+    if valid is not None and not valid.any():
+        return None
+    return bins(x) if isinstance(x, Histogram) else picture(x.pixels)
+
+
+def bins(histogram: Histogram) -> dict[str, Any]:
+    """What there is to know, without the empty bins at the ends."""
+    filled = np.flatnonzero(histogram.counts)
+    first, last = (filled[0], filled[-1] + 1) if len(filled) else (0, 0)
+    return {
+        "edges": plain(histogram.edges[first : last + 1]),
+        "counts": plain(histogram.counts[first:last]),
+        "nonfinite": plain(histogram.nonfinite),
+        "mean": float(histogram.mean),
+        "std": float(histogram.std),
+    }
+
+
+def plain(x: np.ndarray, valid: np.ndarray | None = None) -> Any:
+    """An array as Python numbers in lists; None where nothing happened.
+
+    Short floats are written as short as they are: float32(0.1) is 0.1, which reads back as the same float32.
+    """
+    x = np.asarray(x)
+    if valid is not None and valid.ndim:
+        return [plain(item, mask) for item, mask in zip(x, valid, strict=True)]
+    if valid is not None and not valid:
+        return None
+    small = x.dtype.kind == "V" and jnp.issubdtype(x.dtype, np.integer)  # int4, which NumPy does not know by itself
+    if small or x.dtype.kind in "biu" or x.dtype == np.float64:
+        return x.tolist()
+    if x.ndim > 1:
+        return [plain(item) for item in x]
+    if x.ndim:
+        return [_number(value) for value in x]
+    return _number(x[()])
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, np.complexfloating):
+        return str(complex(value))
+    try:
+        return float(str(value))  # also of the small types that NumPy does not know by itself
+    except ValueError:
+        return int(value)
+
+
+def strict_json(value: Any) -> Any:
+    """The same value without what JSON lacks: NaN and infinities become the strings that parsers of floats know."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(k): strict_json(v) for k, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return strict_json(value._asdict())  # type: ignore[attr-defined]
+    if isinstance(value, list | tuple):
+        return [strict_json(v) for v in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return strict_json(plain(np.asarray(value)))
+    if value is None or isinstance(value, str | int | float):
+        return value
+    leaves = jax.tree_util.tree_leaves_with_path(value)
+    if len(leaves) == 1 and not leaves[0][0]:
+        return repr(value)
+    return {jax.tree_util.keystr(path): strict_json(leaf) for path, leaf in leaves}
+
+
+class Labels:
+    """Names for the columns of one file: a step and a key may have the same name, two columns may not."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._labels: dict[tuple[str, str], str] = {}
+        self._taken: set[str] = set(taken)
+
+    def of(self, kind: str, name: str) -> str:
+        """The column of a step or of a key; whoever comes second to a name has its kind added."""
+        label = self._labels.get((kind, name))
+        if label is None:
+            label = name
+            while label in self._taken:
+                label = f"{label} [{kind}]"
+            self._labels[kind, name] = label
+            self._taken.add(label)
+        return label

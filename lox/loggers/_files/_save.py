@@ -1,0 +1,144 @@
+"""`SaveLogger`: runs on disk."""
+
+import os
+import time
+
+import numpy as np
+
+from lox import _errors
+from lox._data._logdict import logdict
+from lox.loggers._files._plain import folder
+from lox.loggers._logger import Logger
+from lox.loggers._prng import with_key_data
+from lox.loggers._run import Run
+from lox.store import _catalog, _open
+from lox.store._writer import Writer
+
+_EVERY = 0.1  # seconds that events may wait to be written together with others
+_RETRY = 1.0  # seconds after which to try again what the system has refused
+
+
+class SaveLogger(Logger):
+    """Saves runs in a directory, from which `lox.load` reads them: all values, steps and dtypes, bit by bit.
+
+    >>> import jax, jax.numpy as jnp, lox, tempfile
+    >>> def train(lr):
+    ...     def step(w, i):
+    ...         lox.log({"loss": (w - 3.0) ** 2}, step=i)
+    ...         return w - lr * (w - 3.0), None
+    ...
+    ...     return jax.lax.scan(step, 0.0, jnp.arange(3))[0]
+    >>> directory = tempfile.mkdtemp()
+    >>> keys, lrs = jax.vmap(jax.random.key)(jnp.array([7, 8])), jnp.array([0.5, 1.0])
+    >>> with lox.SaveLogger(directory) as logger:
+    ...     states = jax.vmap(lambda key, lr: logger.init(key, {"lr": lr}))(keys, lrs)  # one run per lane
+    ...     w = jax.jit(jax.vmap(lambda state, lr: logger.tap(train, state)(lr)))(states, lrs)
+    >>> for run in lox.runs(directory):
+    ...     print(run.name, run.config, lox.load(directory, run.name))
+    7 {'lr': 0.5} {'loss': [9.0, 2.25, 0.5625]}
+    8 {'lr': 1.0} {'loss': [9.0, 0.0, 0.0]}
+
+    Files are only ever appended to. A program that is killed loses at most the last tenth of a second, and nothing
+    that was flushed; other processes can read what is there while it runs, and write to the same directory. Events of
+    all lanes and of a tenth of a second, or of 64 KiB if that comes first, are written together. `lox.load` and
+    `lox.runs` in the same process see everything that was logged before them. The format is that of `lox.store`:
+    Arrow, which pyarrow, polars and DuckDB read too.
+
+    If the disk is full, there is a warning and the program goes on. Events wait in memory, up to 256 MB, until they can
+    be written; if they still cannot, `flush` and `close` raise the error.
+
+    Args:
+        path: The directory; the first run creates it. Several loggers may share one.
+        mode: What to do with a key that has a run there already, of this logger or an earlier one: `"new"` makes
+            another run, `42.1`; `"append"` goes on with the newest; `"overwrite"` replaces it, and with it nothing
+            that lox did not write; `"error"` raises a `lox.RunExistsError`. Short, as for files: `"a"`, `"w"` and
+            `"x"`.
+    """
+
+    _takes_prng_keys = True
+
+    def __init__(self, path: str | os.PathLike[str], mode: str = "new"):
+        self.path = folder(path)
+        self.mode = _catalog.check_mode(mode)
+        self._writer: Writer | None = None
+        self._unfinished: set[int] = set()
+        self._due = 0.0  # when to hand what waits to the system
+        self._refused = False  # and known to be so
+
+    def open(self, run: Run) -> None:
+        """Begin one run."""
+        self.open_lanes([run])
+
+    def open_lanes(self, runs: list[Run]) -> None:
+        """Begin runs, and with the first of them the directory."""
+        if self._writer is None:
+            self._writer = Writer(self.path)
+            self._writer._warn = self._pipeline.errors.warn
+            # After the writer has registered itself: readers wait for the logger first, and so does the exit.
+            _open.register(self.path, self._pipeline.catch_up, self.close)
+        keys = np.stack([run.key for run in runs])
+        try:
+            numbers = self._writer.open_runs(None, keys, runs[0].impl, [run.config or None for run in runs], self.mode)
+        finally:
+            if not self._unfinished and not self._writer.run_names:
+                self._close_writer()
+        for run, number in zip(runs, numbers.tolist(), strict=True):
+            run.resource, run.name = number, self._writer.run_names[number]
+            self._unfinished.add(run.id)
+
+    def write(self, run: Run, logs: logdict) -> None:
+        """Add events of one run."""
+        self._append(run.resource, logs)
+
+    def write_lanes(self, runs: list[Run], logs: logdict) -> None:
+        """Add events of many runs, as one table."""
+        self._append([run.resource for run in runs], logs)
+
+    def _append(self, numbers: int | list[int], logs: logdict) -> None:
+        assert self._writer is not None
+        try:
+            self._writer.append(numbers, with_key_data(logs))
+            if time.monotonic() >= self._due:
+                self._hand_over()
+        except _errors.StoreError as error:
+            self._keep_for_later(error)
+
+    def pause(self) -> None:
+        """Hand over what waits, so that others can read it."""
+        if self._writer is not None:
+            try:
+                self._hand_over()
+            except _errors.StoreError as error:
+                self._keep_for_later(error)
+
+    def _hand_over(self) -> None:
+        assert self._writer is not None
+        self._writer.flush()
+        self._due, self._refused = time.monotonic() + _EVERY, False
+
+    def _keep_for_later(self, error: _errors.StoreError) -> None:
+        """What the system refuses the writer keeps: nothing is lost before `flush` or `close` fail too."""
+        if error.errno is None:
+            raise error  # it is something else
+        self._due = time.monotonic() + _RETRY
+        if not self._refused:
+            self._refused = True
+            self._pipeline.errors.warn(f"{self._pipeline.name}: {error}")
+
+    def commit(self) -> None:
+        """Wait until everything is on the disk."""
+        if self._writer is not None:
+            self._writer.flush(fsync=True)
+            self._refused = False
+
+    def finish(self, run: Run) -> None:
+        """The last one ends the files."""
+        self._unfinished.discard(run.id)
+        if not self._unfinished:
+            self._close_writer()
+
+    def _close_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            _open.unregister(self._pipeline.catch_up)
+            writer.close()

@@ -1,0 +1,322 @@
+"""`lox.Logger`: runs, and the way of events to them.
+
+A logger is used from the program (`init`, `log`, `spool`, `tap`) and written on the host (`write`). In between:
+events of all lanes leave the device in one call with the numbers of their runs; the callback only queues them; one
+thread per logger sorts them by run and calls the host methods. What those raise never reaches the program.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lox import _compat, _errors
+from lox._data._logdict import logdict
+from lox._transforms import _call
+from lox._transforms._call import P, R
+from lox._transforms._spool import spool as _spool
+from lox._transforms._tap import streaming
+from lox.loggers import _batch, _host
+from lox.loggers._batch import Batch
+from lox.loggers._errors import raise_all
+from lox.loggers._pipeline import Pipeline
+from lox.loggers._routing import RoutedStream
+from lox.loggers._run import ConfigPlan, LoggerState, Run, key_words
+from lox.loggers._values import as_logs
+
+
+class Logger:
+    """Base class of all loggers: one run per key, in any transformation.
+
+    A subclass implements `write`, and may implement `open`, `finish`, `commit`, `pause`, `open_lanes` and
+    `write_lanes`. They are called on the host, never two at a time, and must not call JAX.
+
+    >>> import jax, jax.numpy as jnp, lox
+    >>> class PrintLogger(lox.Logger):
+    ...     def write(self, run, logs):
+    ...         print(run.name, logs)
+    >>> def train(x):
+    ...     lox.log({"x": x})
+    ...     return 2 * x
+    >>> with PrintLogger() as logger:
+    ...     states = jax.vmap(logger.init)(jax.vmap(jax.random.key)(jnp.array([7, 8])))
+    ...     y = jax.vmap(lambda state, x: logger.spool(train, state)(x))(states, jnp.arange(2.0))
+    7 {'x': [0.0]}
+    8 {'x': [1.0]}
+
+    Close it, or use it in a `with` block: that writes what is still queued and raises what went wrong. What is open
+    when Python exits is closed then.
+
+    Attributes:
+        queue_size: How many batches of events may wait to be written. When they do, the program waits too.
+        queue_bytes: How large they may be together.
+    """
+
+    queue_size: int = 1024
+    queue_bytes: int = 64 << 20
+    _takes_prng_keys: bool = False  # as `KeyWords`; all others get their words as arrays
+    _pipeline: Pipeline
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Ready even if a subclass has an `__init__` of its own that does not call this one's."""
+        del args, kwargs
+        self = super().__new__(cls)
+        self._pipeline = self._make_pipeline()
+        return self
+
+    def _make_pipeline(self) -> Pipeline:
+        return Pipeline(self, opens_lanes=type(self).open_lanes is not Logger.open_lanes)
+
+    # --- what a subclass implements ---
+
+    def write(self, run: Run, logs: logdict) -> None:
+        """Write events of one run.
+
+        Args:
+            run: The run, with its `name`, `key`, `config` and the `resource` that `open` may have put there.
+            logs: NumPy arrays, read-only, all with an event axis, in the order of the events, with `steps`. Only what
+                happened in this run. If the program maps over something inside the run, these lanes come after the
+                event axis, and `logs.valid` may say which of them had the event. PRNG keys are arrays of their words.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement `write`.")
+
+    def write_lanes(self, runs: list[Run], logs: logdict) -> None:
+        """Write events of several runs at once: every array has a lane axis, one lane per run, before the event axis.
+
+        By default, `write` is called for each. `logs.valid` has a mask `(lane, event, ...)` for keys that not every
+        lane logged.
+        """
+        batch = Batch(np.asarray([run.id for run in runs]), logs)
+        for index, run in enumerate(runs):
+            lane = batch.lane(index)
+            if lane:
+                with self._pipeline.isolated(f"writing {_errors.listing(lane)} of run {run.name!r}"):
+                    self.write(run, lane)
+
+    def open(self, run: Run) -> None:
+        """Prepare for a new run. What it raises reaches the caller of `init`, unless that is a compiled program."""
+
+    def open_lanes(self, runs: list[Run]) -> None:
+        """Prepare for all the runs that one `init` begins, one for each lane. By default, `open` is called for each."""
+        for run in runs:
+            self.open(run)
+
+    def finish(self, run: Run) -> None:
+        """A run ends because the logger is being closed."""
+
+    def commit(self) -> None:
+        """Make what was written so far safe; the last thing that `flush` does."""
+
+    def pause(self) -> None:
+        """No event has come for a moment: what `write` held back, to write more at once, can be written now."""
+
+    # --- for programs ---
+
+    def init(self, key: Any, config: Mapping[str, Any] | None = None) -> LoggerState:
+        """Begin a run.
+
+        Works wherever JAX does: under `vmap` every lane is a run of its own, and so is every iteration of a loop. The
+        same key again is a new run.
+
+        Args:
+            key: The PRNG key of the run, which gives it its name.
+            config: Hyper-parameters: a dict of numbers, strings and arrays, also of other dicts. Under `vmap`, arrays
+                may differ from lane to lane.
+
+        Returns:
+            A pytree of arrays, for `log`, `spool` and `tap`.
+        """
+        self._pipeline.require_open("init")
+        words, impl = key_words(key)
+        plan, arrays = ConfigPlan.of(config)
+        (number,) = _host.call(functools.partial(self._pipeline.begin, plan, impl), [words, *arrays], [np.int32])
+        return LoggerState(number, words)
+
+    def log(self, state: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: Any) -> None:
+        """Write values, or logs that `lox.spool` returned.
+
+        Args:
+            state: The run.
+            logs: A dict of values, which is one event, or a `logdict`.
+            prefix: Put in front of every key.
+            **steps: Steps of these events: one number for all, or one for each event.
+        """
+        run = self._run_of(state, "log")
+        logs = as_logs(logs, steps).prefix(_call.prefix_option(prefix))
+        if logs:
+            self._send(run, logs)
+
+    def spool(
+        self,
+        fun: Callable[P, R],
+        state: LoggerState,
+        argnames: str | Iterable[str] | None = None,
+        tags: str | Iterable[str] | None = None,
+        keep_logs: bool = False,
+        interval: int | None = None,
+        reduce: Any = None,
+        prefix: str = "",
+        capacity: int | Mapping[str, int] | None = None,
+        unify: bool = True,
+    ) -> Callable[P, R]:
+        """Collect a function's logs and write them when it returns: one host call.
+
+        Args:
+            fun: Any function of JAX arrays, jitted or not.
+            state: The run.
+            argnames: As for `lox.spool`, and so are all others.
+            tags: Write logs with one of these tags only.
+            keep_logs: Leave the logs to outer transformations too.
+            interval: Write events 0, k, 2k, ... of each key.
+            reduce: Combine the events of each key while the program runs.
+            prefix: Put in front of every key.
+            capacity: Room for that many events of each key that is logged inside `while_loop`.
+            unify: Branches that log differently are always united.
+
+        Returns:
+            A function with the signature and the result of `fun`.
+        """
+        run = self._run_of(state, "spool")
+        options: dict[str, Any] = dict(argnames=_names(argnames), tags=_names(tags), keep_logs=keep_logs)
+        options |= dict(interval=interval, reduce=reduce, prefix=prefix, capacity=capacity, unify=unify)
+        _spool(fun, **options)  # complains about options now and not at the call
+        key = ("spool", self, _hashable(options))
+
+        def transform(fun: Callable[..., Any], args: Any, kwargs: Any, run: Any) -> Any:
+            out, logs = _spool(fun, **options)(*args, **kwargs)
+            if logs:
+                self._send(run, logs)
+            return out
+
+        @functools.wraps(fun)
+        def spooled(*args: P.args, **kwargs: P.kwargs) -> R:
+            self._pipeline.require_open("spool")
+            return _call.call(fun, key, transform, args, kwargs, run)
+
+        return spooled
+
+    def tap(
+        self,
+        fun: Callable[P, R],
+        state: LoggerState,
+        argnames: str | Iterable[str] | None = None,
+        tags: str | Iterable[str] | None = None,
+        prefix: str = "",
+        interval: int | None = None,
+        reduce: Any = None,
+        buffer: int | None = None,
+    ) -> Callable[P, R]:
+        """Write a function's logs while it runs.
+
+        Args:
+            fun: Any function of JAX arrays, jitted or not.
+            state: The run.
+            argnames: As for `lox.tap`, and so are all others.
+            tags: Write logs with one of these tags only.
+            prefix: Put in front of every key.
+            interval: Write events 0, k, 2k, ... of each key.
+            reduce: Combine the events of each key while the program runs, and write when the function ends; with
+                `buffer`, combine those of each call.
+            buffer: Call the host once for up to that many events.
+
+        Returns:
+            A function with the signature and the result of `fun`.
+        """
+        run = self._run_of(state, "tap")
+        stream = streaming(RoutedStream, self._pipeline.receive_tap, argnames, tags, prefix, interval, reduce, buffer)
+
+        @functools.wraps(fun)
+        def tapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            self._pipeline.require_open("tap")
+            return stream(fun, args, kwargs, run=run)
+
+        return tapped
+
+    # --- at the end ---
+
+    def flush(self) -> None:
+        """Wait until everything logged so far is written.
+
+        Waits for the computations that this thread has started.
+
+        Raises:
+            Exception: What host methods have raised since the last time; an `ExceptionGroup` if that is several.
+        """
+        raise_all(self._pipeline.name, self._pipeline.settle())
+
+    def close(self, state: LoggerState | None = None) -> None:
+        """Write what is queued and end all runs, or those of one state. Closing twice does nothing.
+
+        Args:
+            state: The run to end, or with a `vmap` around `init` the runs; the others go on. Under `jit`, a run ends
+                when the program gets here.
+
+        Raises:
+            Exception: As for `flush`.
+        """
+        if state is None:
+            return raise_all(self._pipeline.name, self._pipeline.shut())
+        self._require_state(state, "close")
+        waiting = _compat.is_evaluating()
+        errors = self._pipeline.settle() if waiting else []  # of computations that have not got so far
+        _host.call(self._pipeline.end, [jnp.asarray(state.run, jnp.int32)])
+        raise_all(self._pipeline.name, [*errors, *(self._pipeline.settle() if waiting else [])])
+
+    def __enter__(self) -> Self:
+        self._pipeline.require_open("with")
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        errors = self._pipeline.shut(error)
+        if error is None:
+            return raise_all(self._pipeline.name, errors)
+        for late in errors:  # the error under way is what matters, but these must not get lost
+            error.add_note(f"{self._pipeline.name} had an error too: {type(late).__name__}: {late}")
+
+    # --- between program and host ---
+
+    def _run_of(self, state: Any, what: str) -> Any:
+        """The number of the run, checked as far as possible before the program runs."""
+        self._require_state(state, what)
+        if np.ndim(state.run):
+            raise _errors.LogTypeError(
+                f"`{what}` got the states of {' × '.join(map(str, np.shape(state.run)))} runs: it takes one. "
+                f"For one run per lane, map over the state: `jax.vmap(lambda state, ...: logger.{what}(...))`."
+            )
+        if not isinstance(state.run, _compat.Tracer):
+            with _compat.own_transfers():
+                number = int(state.run)
+            if number not in self._pipeline.runs:
+                raise self._pipeline.unknown(number)
+            if number in self._pipeline.ended:
+                raise self._pipeline.over(number)
+        return jnp.asarray(state.run, jnp.int32)
+
+    def _require_state(self, state: Any, what: str) -> None:
+        self._pipeline.require_open(what)
+        if not isinstance(state, LoggerState):
+            raise _errors.LogTypeError(
+                f"`{what}` got {state!r} for the logger's state: give it what `init(key)` returned."
+            )
+
+    def _send(self, run: Any, logs: logdict) -> None:
+        for key in logs:
+            for x in jax.tree.leaves(logs[key]):
+                if axes := _compat.unreduced_axes(x):
+                    raise _errors.unreduced(key, "", axes)
+        with _compat.own_transfers():
+            plan, arrays = _batch.Plan.of(logs)
+            _host.call(self._pipeline.target(plan), [run, *arrays])
+
+
+def _names(given: Any) -> Any:
+    return given if given is None or isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+
+
+def _hashable(option: Any) -> Any:
+    if isinstance(option, Mapping):
+        return tuple((key, _hashable(value)) for key, value in option.items())
+    return tuple(map(_hashable, option)) if isinstance(option, list | tuple) else option

@@ -1,0 +1,141 @@
+"""Runs that programs begin and end one by one: what modules like `lox.wandb` are made of.
+
+One logger, made at the first use, serves all runs of the process. Each brings its own options along, beside its config.
+A run may end while others go on; that must happen after its last event is written, so the end is a job in the queue.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from lox import _compat, _errors
+from lox._data._lanes import Laned
+from lox.loggers import _host
+from lox.loggers._logger import Logger
+from lox.loggers._pipeline import Pipeline
+from lox.loggers._run import LoggerState, Run
+
+CONFIG, OPTIONS = "config", "options"
+
+
+class _End:
+    """A job: no more events of these runs."""
+
+    size = 0  # in bytes, of the queue
+
+    def __init__(self, numbers: list[int]):
+        self.numbers = numbers
+
+
+class SingleRunsPipeline(Pipeline):
+    """A pipeline that can end single runs."""
+
+    def __init__(self, logger: Logger, name: str):
+        super().__init__(logger, name=name)
+        self._ended: dict[int, str] = {}
+
+    def unknown(self, number: int) -> _errors.LoxError:
+        """For a run that is not one of this logger's, or no longer."""
+        if number in self._ended:
+            return _errors.LoxError(f"run {self._ended[number]!r} is finished: `init` begins a new one.")
+        return super().unknown(number)
+
+    def end(self, where: Laned, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> Any:
+        """Called by the program: end the runs of all lanes that get here."""
+        del eager
+        numbers, happened = (_host.of_all_lanes(x, lanes) for x in (*operands, where))
+        self.enqueue(_End(numbers[happened].tolist()))  # type: ignore[arg-type]
+        return []
+
+    def _process(self, jobs: list[Any]) -> None:
+        for is_end, group in itertools.groupby(jobs, key=lambda job: isinstance(job, _End)):
+            alike: list[Any] = list(group)
+            if not is_end:
+                super()._process(alike)
+                continue
+            for number in [number for job in alike for number in job.numbers]:
+                self._end_one(number)
+
+    def _end_one(self, number: int) -> None:
+        run = self.runs.pop(number, None)
+        if run is None:
+            self.errors.add(self.unknown(number), "finishing a run")
+            return
+        self._ended[number] = run.name
+        if number not in self.broken:
+            with self.isolated(f"finishing run {run.name!r}"):
+                self.logger.finish(run)
+
+
+class SingleRuns:
+    """The functions of such a module.
+
+    Args:
+        make: Makes the logger, at the first use.
+    """
+
+    def __init__(self, make: Callable[[], Logger]):
+        self._make = make
+        self._logger: Logger | None = None
+        self._making = threading.Lock()
+
+    def logger(self) -> Logger:
+        """The logger of all runs; a new one if the last was closed or is another process's."""
+        with self._making:
+            logger = self._logger
+            if logger is None or logger._pipeline.closed or not logger._pipeline.is_of_this_process:
+                self._logger = logger = self._make()
+            return logger
+
+    def init(self, key: Any, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> LoggerState:
+        """Begin a run."""
+        if config is not None and not isinstance(config, Mapping):
+            raise _errors.LogTypeError(f"`config` is {config!r}; it must be a dict of hyper-parameters.")
+        boxed = {name: Box(value) for name, value in options.items()}
+        return self.logger().init(key, config={CONFIG: dict(config or {}), OPTIONS: boxed})
+
+    def log(self, run: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: Any) -> None:
+        """Log values, or logs that `lox.spool` returned.
+
+        Args:
+            run: What `init` returned.
+            logs: A dict of values, which is one event, or a `logdict`.
+            prefix: Put in front of every key.
+            **steps: Steps of these events: one number for all, or one for each event.
+        """
+        self.logger().log(run, logs, prefix, **steps)
+
+    def flush(self) -> None:
+        """Wait until everything is handed to the tracker's client, and raise what went wrong meanwhile."""
+        self.logger().flush()
+
+    def finish(self, run: LoggerState) -> None:
+        """End a run, once all that was logged before is written. Runs that nobody ends are ended when Python exits.
+
+        Outside of `jit`, this waits until it is done and raises what went wrong.
+
+        Args:
+            run: What `init` returned.
+        """
+        logger = self.logger()
+        pipeline = logger._pipeline
+        assert isinstance(pipeline, SingleRunsPipeline)
+        _host.call(pipeline.end, [jnp.asarray(logger._run_of(run, "finish"), jnp.int32)])
+        if _compat.is_evaluating():
+            logger.flush()
+
+
+class Box:
+    """An option of a client: never a pytree of arrays, whatever it is."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def split(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options that a run brought along, and its config."""
+    options = {name: box.value for name, box in run.config[OPTIONS].items()}
+    return options, run.config[CONFIG]

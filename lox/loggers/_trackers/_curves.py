@@ -1,0 +1,215 @@
+"""Entries as curves: over one step that is an integer, which is all that most trackers know.
+
+An event has as many steps as the program gave it. One of them becomes the tracker's; the others become curves
+themselves, so that nothing is lost. An event that has none, or one that is no integer, comes after the one before.
+"""
+
+import collections
+import dataclasses
+import json
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from lox import _errors
+from lox._data._histogram import Histogram
+from lox._data._image import Image
+from lox._data._logdict import logdict
+from lox.loggers._files._rows import bins, strict_json
+from lox.loggers._logger import Logger
+from lox.loggers._run import Run
+from lox.loggers._trackers._entries import MOST_ELEMENTS, Entry, Sorter, missing_steps, raise_problems
+
+Value = np.ndarray | Histogram | Image  # a number, a histogram or a picture per event
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Events under one name. All arrays begin with `(run, event)`; those of a single run with `(event,)`."""
+
+    name: str
+    steps: np.ndarray  # int64
+    value: Value
+    valid: np.ndarray | None = None  # where the event happened; None: everywhere
+
+    def of_run(self, lane: int) -> "Curve":
+        """What happened in one run."""
+        happened = slice(None) if self.valid is None else self.valid[lane]
+        return Curve(self.name, self.steps[lane][happened], jax.tree.map(lambda x: x[lane][happened], self.value))
+
+    def numbers(self) -> np.ndarray:
+        """The values, if they are numbers: in double precision, which has room for all floats, or integers."""
+        assert isinstance(self.value, np.ndarray)
+        kind = self.value.dtype.kind
+        return (
+            self.value.astype(np.int64)
+            if kind == "b"
+            else self.value
+            if kind in "iu"
+            else self.value.astype(np.float64)
+        )
+
+    def events(self) -> list[tuple[int, Any]]:
+        """Step and value of each event, for what is not numbers."""
+        return [(step, jax.tree.map(lambda x, n=n: x[n], self.value)) for n, step in enumerate(self.steps.tolist())]
+
+
+class CurveLogger(Logger):
+    """Base class of loggers for such trackers. A subclass implements `send`.
+
+    Attributes:
+        reserved_names: What no curve may be called.
+
+    Args:
+        step: The name of the step that is the tracker's.
+        arrays: What becomes of plain arrays: "elements" or "histogram".
+        max_elements: The size of the largest array whose elements become curves.
+    """
+
+    reserved_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, step: str = "step", arrays: str = "elements", max_elements: int = MOST_ELEMENTS):
+        if not isinstance(step, str):
+            raise _errors.LogTypeError(f"`step` is {step!r}; it must be the name of a step, such as 'step'.")
+        self._curves = _Curves(step, Sorter(self._pipeline.name, arrays, max_elements, self.reserved_names))
+
+    def send(self, run: Run, curves: list[Curve]) -> None:
+        """Hand the events of one run to the client."""
+        raise NotImplementedError
+
+    def send_lanes(self, runs: list[Run], curves: list[Curve]) -> None:
+        """Hand over the events of several runs. By default, `send` is called for each."""
+        for lane, run in enumerate(runs):
+            some = [curve for curve in (curve.of_run(lane) for curve in curves) if len(curve.steps)]
+            with self._pipeline.isolated(
+                f"writing {_errors.listing([curve.name for curve in some])} of run {run.name!r}"
+            ):
+                self.send(run, some)
+
+    def _in_numbers(self, curve: Curve) -> list[Curve]:
+        """For trackers that have no histograms: their means and standard deviations."""
+        histogram = curve.value
+        assert isinstance(histogram, Histogram)
+        parts = {"mean": np.asarray(histogram.mean), "std": np.asarray(histogram.std)}
+        return [Curve(self._curves.part_name(curve.name, part), curve.steps, x) for part, x in parts.items()]
+
+    def write_lanes(self, runs: list[Run], logs: logdict) -> None:
+        """Send what can be a curve; complain about the rest."""
+        curves, problems = self._curves.of([run.id for run in runs], logs)
+        self.send_lanes(runs, curves)
+        raise_problems(problems)
+
+    def finish(self, run: Run) -> None:
+        """No more events of this run."""
+        self._curves.forget(run.id)
+
+
+class _Curves:
+    """Makes curves of logs; knows at which step each curve of each run is."""
+
+    def __init__(self, step: str, sorter: Sorter):
+        self._step, self._sorter = step, sorter
+        self._last: collections.defaultdict[int, dict[str, int]] = collections.defaultdict(dict)
+        # Curves that had a step once which is no integer: from then on, events come one after the other.
+        self._counted: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
+        self._told: collections.defaultdict[int, dict[str, Any]] = collections.defaultdict(dict)  # of the other steps
+
+    def forget(self, run: int) -> None:
+        """There will be no more events of this run."""
+        for memory in (self._last, self._counted, self._told):
+            memory.pop(run, None)
+
+    def part_name(self, name: str, part: str) -> str:
+        """What a part of a curve is called."""
+        return self._sorter.part_name(name, part)
+
+    def of(self, runs: list[int], logs: logdict) -> tuple[list[Curve], list[Exception]]:
+        """The curves of these runs, and what cannot be one, as errors to be raised afterwards."""
+        entries, problems = self._sorter.sort(logs, lead=2)
+        curves: list[Curve] = []
+        others: dict[Any, Curve] = {}
+        for entry in entries:
+            gone = missing_steps(entry.steps)
+            axis = self._step if self._step in entry.steps else next(iter(entry.steps), None)
+            steps, instead = self._steps(runs, entry, axis, gone)
+            curves.append(Curve(entry.name, steps, entry.value, entry.valid))
+            for name, x in entry.steps.items():
+                written = instead if name == axis else ~gone[name]
+                if not written.any():
+                    continue
+                valid = entry.valid if written.all() else written if entry.valid is None else written & entry.valid
+                other = Curve(self._sorter.step_name(name), steps, x, valid)
+                # Keys that are logged together have the same steps: one curve for all of them.
+                same = (other.name, *((a.dtype, a.tobytes()) for a in (x, steps)), _bytes_of(valid))
+                others.setdefault(same, other)
+        news = [self._news(runs, other) for other in others.values()]
+        return [*curves, *[other for other in news if other is not None]], problems
+
+    def _news(self, runs: list[int], other: Curve) -> Curve | None:
+        """Without what was told already: keys that are logged one after the other have the same steps too."""
+        if other.steps.shape[1] != 1:
+            return other
+        happened = np.ones(len(runs), bool) if other.valid is None else other.valid[:, 0]
+        new = happened.copy()
+        for lane in np.flatnonzero(happened).tolist():
+            point = other.steps[lane, 0].item(), other.numbers()[lane, 0].item()
+            told = self._told[runs[lane]]
+            new[lane] = told.get(other.name) != point
+            told[other.name] = point
+        return other if new.all() else dataclasses.replace(other, valid=new[:, None]) if new.any() else None
+
+    def _steps(
+        self, runs: list[int], entry: Entry, axis: str | None, gone: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The tracker's steps, and where they are not those of the axis although there are some."""
+        lanes, events = jax.tree.leaves(entry.value)[0].shape[:2]
+        nowhere = np.zeros((lanes, events), bool)
+        if not lanes or not events:
+            return np.zeros((lanes, events), np.int64), nowhere
+        happened = ~nowhere if entry.valid is None else entry.valid
+        last = np.array([self._last[run].get(entry.name, -1) for run in runs], np.int64)[:, None]
+        x, known = (nowhere, nowhere) if axis is None else (entry.steps[axis], happened & ~gone[axis])
+        counted = known & self._are_counted(runs, entry.name, x, known)
+        known = known & ~counted
+        if known.all():
+            steps, end = x.astype(np.int64), np.full((lanes, 1), events - 1)
+        else:
+            x = np.where(known, x, 0).astype(np.int64)
+            # From the last known step on, whatever happens is one further.
+            at = np.maximum.accumulate(np.where(known, np.arange(events), -1), axis=1)
+            count = happened.cumsum(1)
+            start, since = (np.take_along_axis(a, np.maximum(at, 0), 1) for a in (x, count))
+            steps = np.where(at < 0, last + count, start + count - since)
+            end = np.where(happened.any(1), events - 1 - happened[:, ::-1].argmax(1), -1)[:, None]
+        ends = np.where(end < 0, last, np.take_along_axis(steps, np.maximum(end, 0), 1))
+        for run, step in zip(runs, ends[:, 0].tolist(), strict=True):
+            self._last[run][entry.name] = step
+        return steps, counted
+
+    def _are_counted(self, runs: list[int], name: str, x: np.ndarray, known: np.ndarray) -> np.ndarray:
+        before = np.array([name in self._counted[run] for run in runs])[:, None]
+        counted = before | np.logical_or.accumulate(known & ~_are_integers(x), axis=1)
+        for run, now in zip(runs, counted[:, -1].tolist(), strict=True):
+            if now:
+                self._counted[run].add(name)
+        return counted
+
+
+def _bytes_of(valid: np.ndarray | None) -> bytes | None:
+    return None if valid is None else valid.tobytes()
+
+
+def _are_integers(x: np.ndarray) -> np.ndarray:
+    """Which of these numbers fit into 64 bits as they are."""
+    if x.dtype.kind in "bi":
+        return np.ones(x.shape, bool)
+    with np.errstate(invalid="ignore"):  # NaN and infinities
+        whole = x.astype(np.int64)
+    return (whole == x) & (whole >= 0) if x.dtype.kind == "u" else whole == x
+
+
+def json_lines(curve: Curve) -> str:
+    """Histograms as text: one per line, with its step and everything there is to know."""
+    lines = [{"step": step, **strict_json(bins(histogram))} for step, histogram in curve.events()]
+    return "".join(json.dumps(line) + "\n" for line in lines)

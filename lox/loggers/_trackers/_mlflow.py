@@ -1,0 +1,235 @@
+"""`MLflowLogger`: runs of MLflow."""
+
+import collections
+import json
+import os
+import posixpath
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lox import _errors
+from lox._data._histogram import Histogram
+from lox.loggers._files._rows import strict_json
+from lox.loggers._run import Names, Run
+from lox.loggers._trackers._clients import client
+from lox.loggers._trackers._config import flat
+from lox.loggers._trackers._curves import Curve, CurveLogger, json_lines
+from lox.loggers._trackers._entries import MOST_ELEMENTS, raise_problems
+from lox.loggers._trackers._escape import INFINITE, MARK, escape, unescape
+from lox.loggers._trackers._media import pillow
+
+# The client's limits for one call, and for names and values.
+_METRICS, _PARAMS, _NAME, _VALUE = 1000, 100, 250, 6000
+_FILE_NAME = 140  # of 255: MLflow adds the step, the time and an identifier
+_BAD = r"^/\w.\- " + (":" if os.name != "nt" else "")
+
+
+class MLflowLogger(CurveLogger):
+    """Logs to MLflow, one run per key.
+
+    ```python
+    with lox.loggers.MLflowLogger("ppo") as logger:  # then: mlflow ui --backend-store-uri sqlite:///mlflow.db
+        states = jax.vmap(logger.init)(jax.random.split(key, 8))
+        jax.vmap(lambda state, key: logger.tap(train, state, buffer=100)(key))(states, keys)
+    ```
+
+    Values are double precision. MLflow's step is the one called `step`, or else the first one that the event has, or
+    else the one after the last; other steps are metrics of their own. Arrays of up to 64 elements are as many metrics,
+    `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`. Events are in MLflow's history in their order: where steps do
+    not increase, timestamps do, by a millisecond, because MLflow sorts by them and drops what has the same step, value
+    and time.
+
+    A `lox.Image` is one of MLflow's images. MLflow has no histograms: of a `lox.Histogram`, mean and standard deviation
+    are metrics, and the bins are artifacts, `histograms/NAME/*.jsonl`, a line for each event. Artifacts are where the
+    experiment says: with SQLite that is `mlruns` in the working directory, unless the experiment was made otherwise.
+
+    MLflow has no infinities, and would store 1.8e308. An infinity is written as NaN, which MLflow has, and its sign as
+    1 or -1 to another metric at the same step, `loss_xinf_`.
+
+    MLflow refuses names such as `a[0]`. What it refuses is escaped, `a_x5b_0_x5d_`; `MLflowLogger.key_of` gives the
+    key. What `init` got as config are the run's parameters.
+
+    Args:
+        experiment: The name of the experiment; it is created if there is none.
+        tracking_uri: Where to log: a database or a server. By default what `mlflow.set_tracking_uri` or the
+            environment's `MLFLOW_TRACKING_URI` says, or else `sqlite:///mlflow.db`.
+        tags: Tags of all runs.
+        step: The name of the step that is MLflow's.
+        arrays: What becomes of plain arrays: "elements", or "histogram".
+        max_elements: The size of the largest array whose elements become metrics.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "lox",
+        tracking_uri: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        step: str = "step",
+        arrays: str = "elements",
+        max_elements: int = MOST_ELEMENTS,
+    ):
+        super().__init__(step, arrays, max_elements)
+        if not isinstance(experiment, str) or not experiment:
+            raise _errors.LogTypeError(f"`experiment` is {experiment!r}; it must be the name of an experiment.")
+        mlflow = client("mlflow", "mlflow", "MLflowLogger")
+        client("sqlalchemy", "mlflow", "MLflowLogger")
+        self._entities = client("mlflow.entities", "mlflow", "MLflowLogger")
+        if tracking_uri is None:
+            tracking_uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else "sqlite:///mlflow.db"
+        self.tracking_uri, self.experiment = tracking_uri, experiment
+        self._tags = {str(name): str(value) for name, value in (tags or {}).items()}
+        self._make_client = lambda: mlflow.MlflowClient(tracking_uri)
+        self._client: Any = None  # made with the first run: it creates the database
+        self._experiment_id = ""
+        self._names = Names()
+
+    @staticmethod
+    def key_of(name: str) -> str:
+        """The key that a metric belongs to."""
+        return unescape(name)
+
+    def open(self, run: Run) -> None:
+        """Create a run of MLflow's."""
+        params = _params(run.config)
+        if self._client is None:
+            self._client = self._make_client()
+            self._experiment_id = self._find_experiment()
+        same = self._client.search_runs(
+            [self._experiment_id], f"attributes.run_name LIKE '{run.name}%'", max_results=50000
+        )
+        self._names.take(run, {other.info.run_name for other in same})
+        created = self._client.create_run(self._experiment_id, run_name=run.name, tags=dict(self._tags))
+        run.resource = _MLflowRun(created.info.run_id)
+        for some in _chunks(list(params.items()), _PARAMS):
+            self._client.log_batch(run.resource.id, params=[self._entities.Param(*param) for param in some])
+
+    def _find_experiment(self) -> str:
+        found = self._client.get_experiment_by_name(self.experiment)
+        if found is not None:
+            return found.experiment_id
+        try:
+            return self._client.create_experiment(self.experiment)
+        except Exception:
+            found = self._client.get_experiment_by_name(self.experiment)  # another process was faster
+            if found is None:
+                raise
+            return found.experiment_id
+
+    def send(self, run: Run, curves: list[Curve]) -> None:
+        """As few calls as the client's limits allow."""
+        problems: list[Exception] = []
+        metrics: list[Any] = []
+        numbers = [part for curve in curves for part in self._shown(run, curve, problems)]
+        for curve in numbers:
+            name, steps, values = metric_name(curve.name), curve.steps, curve.numbers()
+            if len(name) > _NAME - len(INFINITE):
+                problems.append(_too_long(curve.name, _NAME))
+                continue
+            times = run.resource.times(name, steps)
+            infinite = np.isinf(values)
+            if infinite.any():
+                signs = np.sign(values[infinite])
+                metrics += self._metrics(name + INFINITE, signs, times[infinite], steps[infinite])
+                values = np.where(infinite, np.nan, values)
+            metrics += self._metrics(name, values, times, steps)
+        for some in _chunks(metrics, _METRICS):
+            self._client.log_batch(run.resource.id, metrics=some)
+        raise_problems(problems)
+
+    def _shown(self, run: Run, curve: Curve, problems: list[Exception]) -> list[Curve]:
+        """Histograms and pictures become artifacts; returns what there is in numbers."""
+        if isinstance(curve.value, np.ndarray):
+            return [curve]
+        is_histogram = isinstance(curve.value, Histogram)
+        name = file_name(curve.name, "" if is_histogram else "/")
+        if len(name) > _FILE_NAME:
+            problems.append(_too_long(curve.name, _FILE_NAME))
+            return []
+        if is_histogram:
+            path = f"histograms/{name}/{run.resource.next_file(name):06d}.jsonl"
+            self._client.log_text(run.resource.id, json_lines(curve), path)
+            return self._in_numbers(curve)
+        for step, image in curve.events():
+            self._client.log_image(run.resource.id, pillow(image), key=name, step=step)
+        return []
+
+    def _metrics(self, name: str, values: np.ndarray, times: np.ndarray, steps: np.ndarray) -> list[Any]:
+        numbers = values.astype(np.float64).tolist()
+        rows = zip(numbers, times.tolist(), steps.tolist(), strict=True)
+        return [self._entities.Metric(name, *row) for row in rows]
+
+    def finish(self, run: Run) -> None:
+        """Mark the run as finished."""
+        super().finish(run)
+        interrupted = isinstance(run.failure, KeyboardInterrupt)
+        status = "FINISHED" if run.failure is None else "KILLED" if interrupted else "FAILED"
+        self._client.set_terminated(run.resource.id, status)
+
+
+class _MLflowRun:
+    def __init__(self, id: str):
+        self.id = id
+        self._last: dict[str, tuple[int, int]] = {}  # of each metric: time and step
+        self._files: collections.Counter[str] = collections.Counter()  # of each histogram
+
+    def next_file(self, name: str) -> int:
+        """The number of the next file of a histogram."""
+        self._files[name] += 1
+        return self._files[name] - 1
+
+    def times(self, name: str, steps: np.ndarray) -> np.ndarray:
+        """Milliseconds that keep the events of a metric in order and apart."""
+        now = int(time.time() * 1000)
+        last_time, last_step = self._last.get(name, (0, 0))
+        start = max(now, last_time)
+        if start > last_time:  # a new millisecond: any step will do
+            last_step = int(steps[0]) - 1
+        before = np.concatenate([[last_step], steps[:-1]])
+        times = start + np.cumsum(steps <= before)
+        self._last[name] = int(times[-1]), int(steps[-1])
+        return times
+
+
+def metric_name(key: str) -> str:
+    """What MLflow calls it."""
+    name = escape(key, _BAD)
+    # Names may become files, and must not be other ones.
+    if posixpath.normpath(name) != name or name == "." or name.startswith(("..", "/")):
+        name = escape(key, r"^\w\- ")
+    return name
+
+
+def file_name(key: str, allowed: str = "") -> str:
+    """What a file of this key is called: only what is known everywhere, and nothing that is another place."""
+    name = escape(key, r"^a-zA-Z0-9_\-. " + allowed)
+    return escape(key, r"^a-zA-Z0-9_\- " + allowed) if not name.strip(".") else name
+
+
+def _too_long(key: str, most: int) -> _errors.LogTypeError:
+    return _errors.LogTypeError(
+        f"MLflowLogger did not write {key!r}: MLflow's names have at most {most} characters, of which escapes take "
+        "some. Give it a shorter key."
+    )
+
+
+def _params(config: Mapping[str, Any]) -> dict[str, str]:
+    params: dict[str, str] = {}
+    for path, value in flat(config):
+        name = metric_name(".".join(path))
+        while name in params:  # {"a.b": 1, "a": {"b": 2}}
+            name += MARK
+        text = value if isinstance(value, str) else json.dumps(strict_json(value))
+        if len(text) > _VALUE or len(name) > _NAME:
+            raise _errors.LogTypeError(
+                f"`init` got config {'.'.join(path)!r} with {len(text)} characters: MLflow's parameters have at most "
+                f"{_VALUE}, and their names {_NAME}. Leave it out, or give a summary of it."
+            )
+        params[name] = text
+    return params
+
+
+def _chunks(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]

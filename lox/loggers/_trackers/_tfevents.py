@@ -1,0 +1,198 @@
+"""TensorBoard's event files, encoded with NumPy.
+
+A file is a sequence of records: a length, its checksum, a serialised `Event`, its checksum. The events of one series
+differ only in their step and value, so thousands of them are one array of bytes with a row each. The checksum, CRC-32C,
+is linear: that of a row is that of a common row, changed by what each byte that differs contributes at its place.
+"""
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from lox._data._histogram import Histogram
+from lox._data._png import png
+
+# --- CRC-32C --------------------------------------------------------------------------------------
+
+_POLYNOMIAL = 0x82F63B78
+
+
+def _byte_table() -> np.ndarray:
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, table >> 1 ^ np.uint32(_POLYNOMIAL), table >> 1)
+    return table
+
+
+_TABLE = _byte_table()
+_INTEGERS = _TABLE.tolist()
+_AFTER = [_TABLE]  # what a byte does to the checksum if so many bytes follow
+
+
+def _contributions(following: int) -> np.ndarray:
+    while len(_AFTER) <= following:
+        _AFTER.append(_one_zero_byte(_AFTER[-1]))
+    return _AFTER[following]
+
+
+def _one_zero_byte(register: np.ndarray) -> np.ndarray:
+    return _TABLE[register & 0xFF] ^ (register >> np.uint32(8))
+
+
+_SHORT, _COLUMNS = 512, 64
+
+
+def crc32c(data: bytes) -> int:
+    """The checksum of some bytes."""
+    if len(data) < _SHORT:
+        register = 0xFFFFFFFF
+        for byte in data:
+            register = _INTEGERS[(register ^ byte) & 0xFF] ^ register >> 8
+        return register ^ 0xFFFFFFFF
+    # A picture is too long for a loop in Python: cut it into rows, take those side by side, then join halves.
+    count = 1 << (-(-len(data) // _COLUMNS) - 1).bit_length()
+    padded = np.zeros(count * _COLUMNS, np.uint8)  # zeros in front change nothing while the register is zero
+    padded[-len(data) :] = np.frombuffer(data, np.uint8)
+    padded[-len(data) : 4 - len(data)] ^= 0xFF  # which is the same as a register that begins with all ones
+    registers = np.zeros(count, np.uint32)
+    for column in np.ascontiguousarray(padded.reshape(count, _COLUMNS).T):
+        registers = _TABLE[(registers ^ column) & 0xFF] ^ (registers >> np.uint32(8))
+    shift = _zero_bytes(_COLUMNS)
+    while len(registers) > 1:
+        registers = _shifted(registers[::2], shift) ^ registers[1::2]
+        shift = _shifted(shift, shift)
+    return int(registers[0]) ^ 0xFFFFFFFF
+
+
+@lru_cache
+def _zero_bytes(count: int) -> np.ndarray:
+    """What `count` (a power of two) bytes of zero do to a register: a table for each of its four bytes."""
+    tables = np.arange(256, dtype=np.uint32) << np.arange(0, 32, 8, dtype=np.uint32)[:, None]
+    tables = _one_zero_byte(tables)
+    while count > 1:
+        tables, count = _shifted(tables, tables), count // 2
+    return tables
+
+
+def _shifted(registers: np.ndarray, tables: np.ndarray) -> np.ndarray:
+    first, second, third, fourth = (registers >> np.uint32(n) & 0xFF for n in (0, 8, 16, 24))
+    return tables[0][first] ^ tables[1][second] ^ tables[2][third] ^ tables[3][fourth]
+
+
+def _masked(crc: int) -> int:
+    """As the format stores checksums, so that those of files inside files do not confuse readers."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+# --- Protocol buffers -----------------------------------------------------------------------------
+
+
+def _varint(number: int) -> bytes:
+    number &= (1 << 64) - 1
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*out, number])
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """A field of bytes, a string or a message."""
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _integer(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _double(number: int, value: float) -> bytes:
+    return _varint(number << 3 | 1) + struct.pack("<d", value)
+
+
+def _doubles(number: int, values: np.ndarray) -> bytes:
+    return _field(number, np.asarray(values, "<f8").tobytes())
+
+
+def record(event: bytes) -> bytes:
+    """A serialised event with its frame."""
+    return _head(len(event)) + event + struct.pack("<I", _masked(crc32c(event)))
+
+
+@lru_cache
+def _head(length: int) -> bytes:
+    size = struct.pack("<Q", length)
+    return size + struct.pack("<I", _masked(crc32c(size)))
+
+
+def header(wall: float) -> bytes:
+    """What a file begins with."""
+    return record(_double(1, wall) + _field(3, b"brain.Event:2"))
+
+
+def _event(tag: str, step: int, wall: float, content: bytes) -> bytes:
+    value = _field(1, tag.encode(errors="backslashreplace")) + content
+    return record(_double(1, wall) + _integer(2, step) + _field(5, _field(1, value)))
+
+
+# --- what can be in an event ----------------------------------------------------------------------
+
+
+def scalars(tag: str, steps: np.ndarray, values: np.ndarray, wall: float) -> np.ndarray:
+    """Records of single numbers, of equal length: one per row, as bytes."""
+    if len(steps) == 1:  # as when every event is written at once: then an array of one is a detour
+        with np.errstate(over="ignore"):  # beyond single precision is infinity
+            number = b"\x15" + values[:1].astype("<f4").tobytes()
+        return np.frombuffer(_event(tag, int(steps[0]), wall, number), np.uint8)[None]
+    steps = np.asarray(steps, np.int64).view(np.uint64)
+    # Steps of equal width, padded with bytes that say no more than that another one follows.
+    width = max(1, -(-int(steps.max(initial=np.uint64(0))).bit_length() // 7))
+    label = _field(1, tag.encode(errors="backslashreplace")) + b"\x15"  # then the value, four bytes
+    value = b"\x0a" + _varint(len(label) + 4) + label
+    before, middle = _double(1, wall) + b"\x10", b"\x2a" + _varint(len(value) + 4) + value
+    event = before + bytes(width) + middle + bytes(4)
+    rows = np.empty((len(steps), 12 + len(event) + 4), np.uint8)
+    rows[:, :-4] = np.frombuffer(_head(len(event)) + event, np.uint8)
+    crc = np.full(len(steps), crc32c(event), np.uint32)
+
+    def put(place: int, column: np.ndarray) -> None:
+        rows[:, 12 + place] = column
+        np.bitwise_xor(crc, _contributions(len(event) - 1 - place)[column], out=crc)
+
+    for n in range(width):
+        more = np.uint8(0x80 if n < width - 1 else 0)
+        put(len(before) + n, (steps >> np.uint64(7 * n)).astype(np.uint8) & np.uint8(0x7F) | more)
+    for n, column in enumerate(np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4).T):
+        put(len(event) - 4 + n, column)
+    masked = ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
+    rows[:, -4:] = masked.astype("<u4").view(np.uint8).reshape(-1, 4)
+    return rows
+
+
+def histogram(tag: str, step: int, values: Histogram, wall: float) -> bytes:
+    """A record of one histogram. Of empty bins at both ends, none is written."""
+    counts, edges = np.asarray(values.counts, np.float64), values.edges.astype(np.float64)
+    filled = np.flatnonzero(counts)
+    first, last = (filled[0], filled[-1]) if len(filled) else (0, 0)
+    used = slice(first, last + 1)
+    proto = _double(1, edges[first]) + _double(2, edges[last + 1])  # the least and the greatest value, as far as known
+    proto += _double(3, counts.sum()) + _double(4, float(values.sum)) + _double(5, float(values.sum_squares))
+    proto += _doubles(6, edges[first + 1 : last + 2]) + _doubles(7, counts[used])
+    return _event(tag, step, wall, _field(5, proto))
+
+
+def image(tag: str, step: int, pixels: np.ndarray, wall: float) -> bytes:
+    """A record of one picture."""
+    height, width, channels = pixels.shape
+    proto = _integer(1, height) + _integer(2, width) + _integer(3, channels) + _field(4, png(pixels))
+    return _event(tag, step, wall, _field(4, proto))
+
+
+def text(tag: str, step: int, content: str | Sequence[str], wall: float) -> bytes:
+    """A record of a text, which TensorBoard shows as Markdown."""
+    lines = [content] if isinstance(content, str) else list(content)
+    tensor = _integer(1, 7) + _field(2, _field(2, _integer(1, len(lines))))  # strings, of which there are so many
+    tensor += b"".join(_field(8, line.encode(errors="backslashreplace")) for line in lines)
+    metadata = _field(1, _field(1, b"text")) + _integer(4, 2)
+    return _event(tag, step, wall, _field(9, metadata) + _field(8, tensor))

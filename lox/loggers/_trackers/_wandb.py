@@ -1,0 +1,309 @@
+"""`WandbLogger`: runs of Weights & Biases, one per key.
+
+A row of W&B has one step, which must not fall: what comes with a lower one is dropped by the client, and what comes
+with the same one and the same name replaces what was there. So steps are columns of their own, declared to be the axis
+of the metrics logged with them, and a row's own step is the user's as long as that keeps all rows apart.
+"""
+
+import collections
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from lox import _errors
+from lox._data._histogram import Histogram, few_bins
+from lox._data._image import Image
+from lox._data._logdict import logdict
+from lox.loggers._files._rows import plain, strict_json
+from lox.loggers._logger import Logger
+from lox.loggers._run import Names, Run
+from lox.loggers._trackers import _bands, _clients
+from lox.loggers._trackers._entries import MOST_ELEMENTS, Entry, Sorter, missing_steps, raise_problems
+from lox.loggers._trackers._media import pillow
+
+_THEIRS = ("_step", "_runtime", "_timestamp", "_wandb")  # columns that the client fills itself
+_MAIN = "step"  # the step that may become that of W&B's rows
+
+
+_LARGEST = 2**53  # steps beyond are columns only: those of the client end at 2**63
+
+
+def client(user: str = "WandbLogger") -> Any:
+    """The `wandb` package, or an error that says how to get it."""
+    return _clients.client("wandb", "wandb", user)
+
+
+Steps = tuple[tuple[str, Any], ...]  # names and numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    steps: Steps
+    cells: dict[str, Any]
+
+    @property
+    def wanted(self) -> int | None:
+        """The step that the row would like to have."""
+        step = _main(self.steps)
+        return step if step is not None and 0 <= step < _LARGEST else None
+
+
+def _main(steps: Steps) -> int | None:
+    step = dict(steps).get(_MAIN)
+    return step if isinstance(step, int) else None
+
+
+class _Rows:
+    """Writes rows to one run of the client, so that none is dropped and none replaces another."""
+
+    def __init__(self, run: Any):
+        self.run = run
+        self._at = -1  # the client's step
+        self._open: _Row | None = None  # what stands there, as long as more can be added
+        self._axes: dict[str, str | None] = {}  # by name
+
+    def write(self, rows: list[_Row], columns: Mapping[str, str]) -> None:
+        """Write rows; `columns` are those of the steps."""
+        for row in rows:
+            self._declare(row, columns)
+            cells = {columns[name]: step for name, step in row.steps} | row.cells
+            before = self._open
+            if before is not None and before.steps == row.steps and before.cells.keys().isdisjoint(row.cells):
+                row = _Row(row.steps, before.cells | row.cells)
+            else:
+                wanted = row.wanted
+                self._at = wanted if wanted is not None and wanted > self._at else self._at + 1
+            self.run.log(cells, step=self._at)
+            self._open = row
+
+    def _declare(self, row: _Row, columns: Mapping[str, str]) -> None:
+        """Make the step the axis of what was logged with it, the first time."""
+        names = [name for name, _ in row.steps]
+        axis = None if not names else columns[_MAIN if _MAIN in names else names[0]]
+        for name in row.cells:
+            if axis is not None and self._axes.get(name) is None:
+                if axis not in self._axes:
+                    self._define(axis, hidden=True)
+                    self._axes[axis] = axis
+                # Not filled in by the client where it is missing: that would be an invention.
+                self._define(name, step_metric=axis, step_sync=False)
+                self._axes[name] = axis
+
+    def _define(self, name: str, **options: Any) -> None:
+        if "*" not in name:  # which stands for several names, and cannot be escaped
+            self.run.define_metric(name.replace(".", "\\."), **options)
+
+    def commit(self) -> None:
+        """Nothing more comes to the last row."""
+        if self._open is not None:
+            self.run.log({}, step=self._at, commit=True)
+            self._open = None
+
+
+class WandbLogger(Logger):
+    """Logs to Weights & Biases: one run per key, also under `vmap`.
+
+    >>> import jax, jax.numpy as jnp, lox
+    >>> logger = lox.loggers.WandbLogger(project="demo", group="seeds")  # doctest: +SKIP
+    >>> states = jax.vmap(logger.init)(jax.random.split(jax.random.key(0), 8))  # doctest: +SKIP
+    >>> jax.vmap(lambda state, x: logger.tap(train, state, buffer=100)(x))(states, xs)  # doctest: +SKIP
+    >>> logger.close()  # doctest: +SKIP
+
+    A run is called after its key (`42`, and `42.1` if it is used again), has the config that `init` got, and belongs to
+    `group` if there is one. W&B's environment variables (`WANDB_MODE`, `WANDB_DIR`, ...) count as always.
+
+    Steps are columns: `lox.log(..., step=i, episode=e)` gives the row `step` and `episode`, and `step`, or else the
+    first of them, is the axis of its metrics. Whatever order events come in, none is dropped. W&B's own `Step` is the
+    same as `step` unless events come late or have none.
+
+    Runs of your own live beside these: `wandb.init()` never returns one that is the logger's, nor does `wandb.finish()`
+    end it.
+
+    `lox.Histogram` and `lox.Image` are shown as such. Arrays of up to 64 elements are as many metrics, `xs/0`, `xs/1`,
+    and pytrees one per leaf, `stats/mean`.
+
+    Args:
+        aggregate: One W&B run for all runs instead: of the events that lanes of a `vmap` log together, the mean under
+            their name, and the standard deviation and the 95% confidence interval of the mean over lanes as `.../std`,
+            `.../ci95_low` and `.../ci95_high`.
+        arrays: What becomes of plain arrays: "elements", or "histogram".
+        max_elements: The size of the largest array whose elements become metrics.
+        **kwargs: Of `wandb.init`. A `name` or `id` that is given has the name of each run added.
+    """
+
+    def __init__(
+        self,
+        *,
+        aggregate: bool = False,
+        arrays: str = "elements",
+        max_elements: int = MOST_ELEMENTS,
+        **kwargs: Any,
+    ):
+        client(self._pipeline.name)  # now, and not in the first callback
+        if not isinstance(kwargs.get("config") or {}, Mapping):
+            raise _errors.LogTypeError(f"`config` is {kwargs['config']!r}; it must be a dict of hyper-parameters.")
+        self.aggregate = aggregate
+        self._kwargs = kwargs
+        self._sorter = Sorter(self._pipeline.name, arrays, max_elements, _THEIRS)
+        self._names = Names()
+        self._rows: dict[int, _Rows] = {}  # by run
+        self._shared: _Rows | None = None
+        self._configs: dict[str, Mapping[str, Any]] = {}  # of the shared run: those of all runs
+        self._told = 0  # how many of them W&B knows
+
+    def open(self, run: Run) -> None:
+        """Begin a W&B run."""
+        self._open(run, self._kwargs, run.config)
+
+    def _open(self, run: Run, kwargs: dict[str, Any], config: Mapping[str, Any]) -> None:
+        self._names.take(run)
+        if self.aggregate:
+            if self._shared is None:
+                self._shared = _Rows(_begin(kwargs, {}, None))
+            self._rows[run.id] = self._shared
+            self._configs[run.name] = _plain_config(config)
+        else:
+            self._rows[run.id] = _Rows(_begin(kwargs, config, run.name))
+        run.resource = self._rows[run.id].run
+
+    def write(self, run: Run, logs: logdict) -> None:
+        """A row for every event, and one for all keys that were logged with the same steps."""
+        self._write_rows(self._rows[run.id], *self._entries(logs, lead=1))
+
+    def write_lanes(self, runs: list[Run], logs: logdict) -> None:
+        """Each run for itself, or the statistics of all."""
+        if not self.aggregate:
+            return super().write_lanes(runs, logs)
+        assert self._shared is not None
+        self._tell_configs()
+        entries, problems = self._entries(logs, lead=2)
+        parts = [part for entry in entries for part in _bands.over_lanes(entry, self._sorter.part_name)]
+        self._write_rows(self._shared, parts, problems)
+
+    def _tell_configs(self) -> None:
+        """What the shared run stands for: its runs, what they have in common, and lists of what differs."""
+        if self._shared is None or self._told == len(self._configs):
+            return
+        configs = list(self._configs.values())
+        common: dict[str, Any] = {"runs": list(self._configs)}
+        for name in dict.fromkeys(name for config in configs for name in config):
+            values = [config.get(name) for config in configs]
+            common[name] = values[0] if all(value == values[0] for value in values) else values
+        self._shared.run.config.update(common, allow_val_change=True)
+        self._told = len(self._configs)
+
+    def _entries(self, logs: logdict, lead: int) -> tuple[list[Entry], list[Exception]]:
+        for name in logs.steps:
+            self._sorter.step_name(name)  # first come, first served: a step has its name, whatever keys are called
+        return self._sorter.sort(logs, lead)
+
+    def _write_rows(self, rows: _Rows, entries: list[Entry], problems: list[Exception]) -> None:
+        names = dict.fromkeys(name for entry in entries for name in entry.steps)
+        rows.write(_together(entries), {name: self._sorter.step_name(name) for name in names})
+        raise_problems(problems)
+
+    def commit(self) -> None:
+        """Hand over the last rows."""
+        for rows in set(self._rows.values()):
+            rows.commit()
+
+    def finish(self, run: Run) -> None:
+        """End the W&B run; a shared one with the last of its runs."""
+        if self.aggregate:
+            self._tell_configs()
+        rows = self._rows.pop(run.id)
+        if rows not in self._rows.values():
+            rows.commit()
+            rows.run.finish(exit_code=1 if run.failure is not None else None)
+
+
+def _begin(kwargs: dict[str, Any], config: Mapping[str, Any], name: str | None) -> Any:
+    """A W&B run. `name` is None for one that stands for several keys."""
+    options = dict(kwargs)
+    if name is not None:
+        for field, variable in (("name", "WANDB_NAME"), ("id", "WANDB_RUN_ID")):
+            given = options.get(field) or os.environ.get(variable)
+            if given:
+                options[field] = f"{given}-{name}"
+        options["name"] = options.get("name") or name
+    options["config"] = {**(options.get("config") or {}), **_plain_config(config)}
+    options.setdefault("reinit", "create_new")  # a run that is there already, of ours or the user's, goes on
+    options["settings"] = _settings(options.get("settings"))
+    wandb = client()
+    run = wandb.init(**options)
+    # Otherwise `wandb.init()` would give it to the user, whose steps then come between ours, and those are dropped.
+    hide = getattr(wandb.setup(), "remove_active_run", None)
+    if hide is not None and options["reinit"] == "create_new":
+        hide(run)
+    return run
+
+
+def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    plain_config = strict_json(dict(config))
+    assert isinstance(plain_config, dict)
+    return plain_config
+
+
+def _settings(given: Any) -> Any:
+    """Fresh ones for every run: the client refuses to share them. What the user says, there or in variables, counts."""
+    settings = dict(given or {}) if isinstance(given, Mapping | None) else _those_set(given)
+    if "WANDB_CONSOLE" not in os.environ:
+        settings.setdefault("console", "off")  # every run would take what the program prints for its own
+    if "WANDB_QUIET" not in os.environ:
+        settings.setdefault("quiet", True)  # a page of text per run, at the end
+    return client().Settings(**settings)
+
+
+def _those_set(settings: Any) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in settings.model_fields_set}
+
+
+def _together(entries: list[Entry]) -> list[_Row]:
+    """Rows in the order of their steps: what has the same ones stands together, unless a name would stand there twice.
+
+    Every name keeps the order of its events. Where its steps fall, a program has begun to count anew: what follows is
+    another round, which comes after all of this one.
+    """
+    rows: dict[Any, _Row] = {}
+    order: dict[Any, Any] = {}
+    seen_under: collections.defaultdict[str, collections.Counter[Any]] = collections.defaultdict(collections.Counter)
+    for entry in entries:
+        seen = seen_under[entry.name]  # statistics of lanes that disagree are several entries of one name
+        round_, last = 0, -math.inf
+        for steps, value in _events(entry):
+            wanted = _main(steps)
+            if wanted is not None:
+                round_, last = round_ + (wanted < last), wanted
+            place = (round_ if wanted is not None else None, steps)
+            place = (*place, seen[place])
+            seen[place[:2]] += 1
+            rows.setdefault(place, _Row(steps, {})).cells[entry.name] = value
+            order[place] = (wanted is None, round_ if wanted is not None else 0, wanted or 0)
+    return [rows[place] for place in sorted(rows, key=order.__getitem__)]
+
+
+def _events(entry: Entry) -> Iterator[tuple[Steps, Any]]:
+    if entry.valid is not None:
+        entry = entry.at(entry.valid)
+    columns = [[(name, step) for step in plain(x)] for name, x in entry.steps.items()]
+    missing = [gone.tolist() for gone in missing_steps(entry.steps).values()]
+    for n, cell in enumerate(_cells(entry.value)):
+        yield tuple(column[n] for column, gone in zip(columns, missing, strict=True) if not gone[n]), cell
+
+
+def _cells(value: np.ndarray | Histogram | Image) -> Iterator[Any]:
+    if isinstance(value, np.ndarray):
+        yield from plain(value)
+        return
+    wandb = client()
+    for n in range(len(jax.tree.leaves(value)[0])):
+        one = jax.tree.map(lambda x, n=n: x[n], value)
+        if isinstance(one, Histogram):
+            yield wandb.Histogram(np_histogram=few_bins(one, wandb.Histogram.MAX_LENGTH))
+        else:
+            yield wandb.Image(pillow(one), file_type="png")
