@@ -425,15 +425,6 @@ def _jaxprs_in_treedef(treedef: Any) -> list[Any]:
     return found
 
 
-def executed_jaxprs(primitive: Any, params: dict[str, Any]) -> list[Any]:
-    """Those among an equation's jaxprs that running it runs: the others are there to be differentiated."""
-    if primitive.name in _CUSTOM_CALLS:
-        return [params["call_jaxpr"]]
-    if primitive.name == "custom_linear_solve":
-        return [params["jaxprs"].solve]
-    return sub_jaxprs(params)
-
-
 def is_symbolic_zero(x: Any) -> bool:
     """Whether a tangent or cotangent is known to be zero."""
     return isinstance(x, jax.custom_derivatives.SymbolicZero)

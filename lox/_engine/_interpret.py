@@ -12,13 +12,12 @@ enters every block and comes out changed, in the carry of loops (reductions, buf
 
 import contextlib
 import dataclasses
-import functools
 import math
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 
@@ -593,14 +592,8 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
                 continue
             if called and eqn.primitive in _emit.MASKABLE:
                 outs = run.handler.call(run, eqn.primitive, eqn.params, values)
-            elif _compat.is_custom_call(eqn.primitive):
-                run.inside = run.here()
-                outs = _rules().custom_call(run, jaxpr, eqn, values)
             else:
-                params = eqn.params
-                if run.handler.masks_lanes and eqn.primitive.name == "cond":
-                    params, values = _rules().masked_cond(params, values, jaxpr, eqn.invars[0], args)
-                outs = apply_rule(run, eqn.primitive, params, values, eqn.effects)
+                outs = apply_rule(run, eqn.primitive, eqn.params, values, eqn.effects, Place(jaxpr, eqn, args))
         env.update(zip(eqn.outvars, outs, strict=True))
     if pending:
         _compat.eval_equations(jaxpr, pending, env)
@@ -639,28 +632,83 @@ def wants_any(handler: Handler, jaxpr: Any, path: str) -> bool:
     return _compat.has_logs(jaxpr) and any(_has_use(handler, eqn, path) for eqn in _compat.split_jaxpr(jaxpr)[0].eqns)
 
 
-def has_rule(primitive: Any) -> bool:
-    """Whether logs inside the primitive can be reached."""
-    return _compat.is_custom_call(primitive) or primitive.name in _rules().RULES
+class Place(NamedTuple):
+    """Where an equation stands: its jaxpr, the equation itself, and the arguments of the jaxpr."""
+
+    jaxpr: Any
+    eqn: Any
+    args: Sequence[Any]
 
 
-def apply_rule(run: Run, primitive: Any, params: dict[str, Any], args: Sequence[Any], effects: Any = ()) -> list[Any]:
+Inside = list[dict[str, Tally]]  # of each jaxpr that an equation runs and that logs
+
+
+def unknown(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
+    """Nobody knows how many events there are."""
+    del params
+    return dict.fromkeys([key for found in inside for key in found], Tally(math.inf, False, True))
+
+
+def once(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
+    """As many as in the jaxpr, which is run once."""
+    return inside[0] if len(inside) == 1 else unknown(params, inside)
+
+
+class Rule(NamedTuple):
+    """All that lox knows of a primitive that can contain logs."""
+
+    rebuild: Callable[..., list[Any]]  # (run, primitive, params, args), and `place=` if it looks around
+    count: Callable[[dict[str, Any], Inside], dict[str, Tally]]
+    runs: Callable[[dict[str, Any]], list[Any]]  # those of its jaxprs that running it runs
+    looks_around: bool
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(
+    *names: str,
+    count: Callable[[dict[str, Any], Inside], dict[str, Tally]] = unknown,
+    runs: Callable[[dict[str, Any]], list[Any]] = _compat.sub_jaxprs,
+    looks_around: bool = False,
+) -> Callable[[Callable[..., list[Any]]], Callable[..., list[Any]]]:
+    """Register how to rebuild the primitives of these names such that their logs reach the run.
+
+    `count` says how many events they give, from what their jaxprs give. Jaxprs that are there only to be
+    differentiated are left out by `runs`. A rule that `looks_around` is also told its `place`, if it has one.
+    """
+
+    def register(rebuild: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        RULES.update(dict.fromkeys(names, Rule(rebuild, count, runs, looks_around)))
+        return rebuild
+
+    return register
+
+
+def executed_jaxprs(primitive: Any, params: dict[str, Any]) -> list[Any]:
+    """Those among an equation's jaxprs that running it runs."""
+    known = RULES.get(primitive.name)
+    return _compat.sub_jaxprs(params) if known is None else known.runs(params)
+
+
+def apply_rule(
+    run: Run,
+    primitive: Any,
+    params: dict[str, Any],
+    args: Sequence[Any],
+    effects: Any = (),
+    place: Place | None = None,
+) -> list[Any]:
     """Rebuild one primitive that contains logs."""
     run.inside = run.here()
-    rule = _rules().RULES.get(primitive.name)
-    if rule is None:
+    known = RULES.get(primitive.name)
+    if known is None:
         if not _compat.eqn_has_logs(primitive, params, effects):  # but derivative rules: there is no way to reach them
             return primitive.bind(*args, **params)
         mark = _compat.first_log(primitive, params)
         raise _errors.opaque_primitive(primitive.name, mark.keys, mark.site)
-    return rule(run, primitive, params, list(args))
-
-
-@functools.cache
-def _rules() -> Any:
-    from lox._engine import _rules
-
-    return _rules
+    extra = {"place": place} if known.looks_around else {}
+    return known.rebuild(run, primitive, params, list(args), **extra)
 
 
 def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:
@@ -712,25 +760,9 @@ def tally_of(
     """What one equation logs, by key."""
     if primitive is log_p:
         return dict.fromkeys(select(params["meta"], path), Tally(1, not params["meta"].masked))
-    jaxprs = [j for j in _compat.executed_jaxprs(primitive, params) if _compat.has_logs(j)]
-    if not jaxprs:
-        return {}
-    inside = [tally(j, path, select) for j in jaxprs]
-    keys = list(dict.fromkeys(k for found in inside for k in found))
-    if primitive.name == "scan":
-        n = params["length"]
-        return {k: Tally(t.count * n if n else 0, t.exact, True) for k, t in inside[0].items()}
-    if primitive.name == "cond":
-        alike = len(jaxprs) == len(params["branches"])
-        merged = {}
-        for key in keys:
-            found = [t.get(key, Tally()) for t in inside]
-            exact = alike and all(t.exact and t.count == found[0].count for t in found)
-            merged[key] = Tally(max(t.count for t in found), exact, any(t.looped for t in found))
-        return merged
-    if len(jaxprs) == 1 and primitive.name in _rules().RUN_ONCE:
-        return inside[0]
-    return dict.fromkeys(keys, Tally(math.inf, False, True))
+    inside = [tally(j, path, select) for j in executed_jaxprs(primitive, params) if _compat.has_logs(j)]
+    known = RULES.get(primitive.name)
+    return (unknown if known is None else known.count)(params, inside) if inside else {}
 
 
 class Transformed:
@@ -796,7 +828,7 @@ _compiled: Any = weakref.WeakKeyDictionary()
 
 def run_compiled(run: Run, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """Rebuild and run a primitive at once, such that the next time nothing is traced or compiled again."""
-    if primitive.name == "jit" or primitive.name not in _rules().RULES:
+    if primitive.name == "jit" or primitive.name not in RULES:
         return apply_rule(run, primitive, params, args)  # compiles by itself, with its own options, or is an error
     run.inside = run.here()
     anchor, *others = _compat.sub_jaxprs(params)

@@ -22,7 +22,7 @@ import jax
 from lox import _compat
 from lox._engine import _emit
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import Drop, Run, apply_rule, has_rule
+from lox._engine._interpret import RULES, Drop, Run, apply_rule, executed_jaxprs
 from lox._engine._primitive import bind, log_p
 
 Identity = Any
@@ -47,7 +47,7 @@ def _identities(primitive: Any, params: dict[str, Any]) -> Iterable[Identity]:
     own = _identity(primitive, params)
     if own is not None:
         yield own
-    for jaxpr in _compat.executed_jaxprs(primitive, params):
+    for jaxpr in executed_jaxprs(primitive, params):
         if _compat.reports(jaxpr):
             for eqn in _compat.split_jaxpr(jaxpr)[0].eqns:
                 yield from _identities(eqn.primitive, eqn.params)
@@ -174,7 +174,7 @@ class _Dependence:
             operands = ins if primitive is log_p else ins[1:]  # but for the token
             self.logs[identity] = self.logs.get(identity, False) or any(operands) or not certain
             return None if primitive is log_p else ins[:1]
-        jaxprs = _compat.executed_jaxprs(primitive, params)
+        jaxprs = executed_jaxprs(primitive, params)
         if primitive.name == "cond":
             outs = [self.jaxpr(j, ins[1:], certain and not ins[0]) for j in jaxprs]
             return [ins[0] or any(o) for o in zip(*outs, strict=True)]
@@ -182,7 +182,7 @@ class _Dependence:
             return self._while(params, ins, certain)
         if primitive.name == "scan":
             return self._scan(params, ins, certain)
-        if len(jaxprs) == 1 and has_rule(primitive) and len(_compat.in_avals(jaxprs[0])) == len(ins):
+        if len(jaxprs) == 1 and primitive.name in RULES and len(_compat.in_avals(jaxprs[0])) == len(ins):
             return self.jaxpr(jaxprs[0], ins, certain)
         self.opaque = self.opaque or any(map(_compat.reports, jaxprs))
         return None

@@ -24,13 +24,18 @@ from lox._engine._interpret import (
     Drop,
     Grown,
     Handler,
+    Inside,
     MarkSeen,
+    Place,
     Retrace,
     RuleTrace,
     Run,
+    Tally,
     Transformed,
     interpret,
+    once,
     rebuilding,
+    rule,
     run_function,
     tally,
     transformed,
@@ -39,6 +44,7 @@ from lox._engine._interpret import (
 )
 
 
+@rule("jit", "pjit", count=once)
 def _jit(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     def attempt(state: Any) -> list[Any]:
         entry = transformed(run, params["jaxpr"], state, once=True)
@@ -51,6 +57,7 @@ def _jit(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> l
     return run.settle(attempt)
 
 
+@rule("remat2", "checkpoint", count=once)
 def _remat(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     def attempt(state: Any) -> list[Any]:
         entry = transformed(run, params["jaxpr"], state, once=True)
@@ -64,11 +71,22 @@ def _remat(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
     return run.settle(attempt)
 
 
+@rule(
+    "closed_call",
+    "core_call",
+    "eval_jaxpr",
+    "xla_metadata_call",
+    "scheduling_group",
+    "custom_partitioning",
+    "compute_on",
+    count=once,
+)
 def _inline(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     (jaxpr,) = _compat.sub_jaxprs(params)
     return interpret(run, jaxpr, args)
 
 
+@rule("composite", count=once)
 def _composite(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     if run.handler.in_place:
         name = next(name for name, value in params.items() if _compat.is_jaxpr(value))  # it has changed in 0.12
@@ -77,6 +95,7 @@ def _composite(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
     return _inline(run, primitive, params, args)
 
 
+@rule("custom_vmap_call", count=once)
 def _custom_vmap(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     if not run.handler.in_place:
         # Batched from outside, the function is mapped like any other: the rule knows nothing of the logs.
@@ -88,6 +107,7 @@ def _custom_vmap(run: Run, primitive: Any, params: dict[str, Any], args: list[An
     return primitive.bind(*args, **dict(params, call=transformed(run, params["call"], run.state).jaxpr, rule=rule))
 
 
+@rule("remat_opt", count=once)
 def _remat_opt(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """The forward rule of a custom_vjp with `optimize_remat`, for which JAX puts the function itself if it can."""
     if not run.handler.in_place:
@@ -112,6 +132,12 @@ def _remat_opt(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
 # --- loops ---------------------------------------------------------------------------------------
 
 
+def _count_iterations(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
+    n = params["length"]
+    return {k: Tally(t.count * n if n else 0, t.exact, True) for k, t in inside[0].items()}
+
+
+@rule("scan", count=_count_iterations)
 def _scan(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     n_consts, n_carry = _compat.scan_split(params)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
@@ -184,6 +210,7 @@ def _loop(run: Run, step: Callable[..., list[Any]], init: list[Any], xs: list[An
     return run.settle(attempt)
 
 
+@rule("while")
 def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     if not any(wants_any(run.handler, params[name], run.inside) for name in ("cond_jaxpr", "body_jaxpr")):
         if not run.handler.in_place:
@@ -296,21 +323,31 @@ def _decided(run: Run, decision: Any, jaxprs: Sequence[Any], state: Any) -> Any:
 # --- branches ------------------------------------------------------------------------------------
 
 
-def masked_cond(
-    params: dict[str, Any], values: list[Any], jaxpr: Any, index: Any, args: Sequence[Any]
-) -> tuple[dict[str, Any], list[Any]]:
+def _masked_cond(params: dict[str, Any], args: list[Any], place: Place) -> tuple[dict[str, Any], list[Any]]:
     """A cond whose branch is taken for all lanes of an Equinox loop together: lanes that have finished do not log.
 
-    Where its index comes from is seen in the jaxpr around, whose arguments are `args`.
+    Where its index comes from is seen in the jaxpr around.
     """
-    own = _masking.own_condition(jaxpr, index)
+    own = _masking.own_condition(place.jaxpr, place.eqn.invars[0])
     if own is None:
-        return params, values
-    branches = _masking.masked_branches(params["branches"], values[0])
-    return dict(params, branches=branches), [values[0], own(*args), *values[1:]]
+        return params, args
+    branches = _masking.masked_branches(params["branches"], args[0])
+    return dict(params, branches=branches), [args[0], own(*place.args), *args[1:]]
 
 
-def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _count_branches(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
+    alike, merged = len(inside) == len(params["branches"]), {}
+    for key in dict.fromkeys(key for tallies in inside for key in tallies):
+        tallies = [t.get(key, Tally()) for t in inside]
+        exact = alike and all(t.exact and t.count == tallies[0].count for t in tallies)
+        merged[key] = Tally(max(t.count for t in tallies), exact, any(t.looped for t in tallies))
+    return merged
+
+
+@rule("cond", count=_count_branches, looks_around=True)
+def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any], place: Place | None) -> list[Any]:
+    if run.handler.masks_lanes and place is not None:
+        params, args = _masked_cond(params, args, place)
     index, *operands = args
 
     def attempt(state: Any) -> list[Any]:
@@ -355,9 +392,16 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
 # --- functions with derivative rules of their own ------------------------------------------------
 
 
-def custom_call(run: Run, jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
-    """The rule for custom_jvp and custom_vjp, which needs the whole equation."""
-    call_jaxpr = eqn.params["call_jaxpr"]
+@rule(
+    "custom_jvp_call",
+    "custom_vjp_call",
+    count=once,
+    runs=lambda params: [params["call_jaxpr"]],
+    looks_around=True,
+)
+def _custom_call(run: Run, primitive: Any, params: dict[str, Any], args: list[Any], place: Place | None) -> list[Any]:
+    assert place is not None  # these are traced before they are rebuilt
+    jaxpr, eqn, call_jaxpr = place.jaxpr, place.eqn, params["call_jaxpr"]
     if not _compat.has_logs(call_jaxpr):
         with _compat.take_current_trace() as parent:
             around = functools.partial(silenced, run.handler)
@@ -483,6 +527,7 @@ def _no_tangent(x: Any) -> Any:
     return np.zeros(x.shape, jax.dtypes.float0)
 
 
+@rule("custom_linear_solve", count=once, runs=lambda params: [params["jaxprs"].solve])
 def _linear_solve(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
     if run.handler.in_place:
@@ -505,6 +550,7 @@ def _linear_solve(run: Run, primitive: Any, params: dict[str, Any], args: list[A
     return _with_rule_of(run, original, solve, [], [*rest, *consts, *b], _with_jvp_of)
 
 
+@rule("call_hi_primitive")
 def _high(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """Primitives of JAX's newer kind: custom_root from 0.11.2; remat and custom derivatives behind flags on 0.12."""
     prim = params["_prim"]
@@ -532,6 +578,7 @@ def _high(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
     return _with_rule_of(run, original, jaxpr, [], args, wrap)
 
 
+@rule(_compat.LOG_GRAD_NAME)
 def _log_grad(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """It logs when the function is differentiated from outside, which makes it a derivative rule like others."""
     handler, event = run.handler.for_rules(), params["event"]
@@ -544,6 +591,7 @@ def _log_grad(run: Run, primitive: Any, params: dict[str, Any], args: list[Any])
 # --- several devices -----------------------------------------------------------------------------
 
 
+@rule("shard_map", count=once)
 def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """What varies over devices leaves with a device axis, as the outermost lane; what does not leaves as it is."""
     jaxpr, mesh, check = params["jaxpr"], params["mesh"], params["check_vma"]
@@ -632,49 +680,3 @@ def _with_device_flag(laned: Laned, lead: int) -> Laned:
     if laned.flags and isinstance(laned.flags[0], tuple):
         return laned
     return Laned(laned.tree, ((), *laned.flags))
-
-
-# Primitives that run their jaxpr once, so that there are as many events as in it.
-_INLINED = [
-    "closed_call",
-    "core_call",
-    "eval_jaxpr",
-    "xla_metadata_call",
-    "scheduling_group",
-    "custom_partitioning",
-    "compute_on",
-]
-RUN_ONCE = frozenset(
-    [
-        *_INLINED,
-        "jit",
-        "pjit",
-        "remat2",
-        "checkpoint",
-        "composite",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vmap_call",
-        "custom_linear_solve",
-        "remat_opt",
-        "shard_map",
-    ]
-)
-
-RULES: dict[str, Callable[[Run, Any, dict[str, Any], list[Any]], list[Any]]] = {
-    "jit": _jit,
-    "pjit": _jit,
-    "remat2": _remat,
-    "checkpoint": _remat,
-    "remat_opt": _remat_opt,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "composite": _composite,
-    "custom_vmap_call": _custom_vmap,
-    "custom_linear_solve": _linear_solve,
-    "call_hi_primitive": _high,
-    "shard_map": _shard_map,
-    _compat.LOG_GRAD_NAME: _log_grad,
-    **dict.fromkeys(_INLINED, _inline),
-}

@@ -9,7 +9,7 @@ import numpy as np
 
 from lox import _compat, _errors
 from lox._data import _reduce
-from lox._engine import _interpret as _engine
+from lox._engine import _interpret
 
 # The parameters and the result of a function that is transformed.
 P = ParamSpec("P")
@@ -63,7 +63,7 @@ def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwa
         if len(known) >= _MANY:
             known.pop(next(iter(known)))  # a callback made anew for every call would fill it
         leaves = jax.tree.leaves((args, kwargs))
-        fast = _is_one_jit(_engine.first_bind(fun, args, kwargs), leaves)
+        fast = _is_one_jit(_interpret.first_bind(fun, args, kwargs), leaves)
         known[how] = found = _jitted(weakref.ref(fun), transform) if fast else False
     return found(given, *args, **kwargs) if found else transform(fun, args, kwargs, *given)
 

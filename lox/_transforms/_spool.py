@@ -14,7 +14,7 @@ from lox._data import _reduce, _series
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict, warn_of_dropped
 from lox._data._series import Series
-from lox._engine import _interpret as _engine
+from lox._engine import _interpret
 from lox._engine._event import Event, Meta
 from lox._engine._interpret import Handler, Run, Tally
 from lox._engine._primitive import bind
@@ -225,7 +225,7 @@ class Collect(Handler):
 
     def for_rules(self) -> Handler:
         """Consumed, or left to others without a word to the console."""
-        return _engine.MarkSeen() if self.keep_logs else _engine.Drop()
+        return _interpret.MarkSeen() if self.keep_logs else _interpret.Drop()
 
 
 @dataclasses.dataclass
@@ -335,7 +335,7 @@ def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Calla
     """`spool` with options that have been looked at."""
 
     def collect(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
-        out, run = _engine.run_function(handler, fun, args, kwargs)
+        out, run = _interpret.run_function(handler, fun, args, kwargs)
         with _compat.own_transfers():
             return out, finish(handler, run, prefix)
 

@@ -19,8 +19,7 @@ from lox._data import _lanes
 from lox._data._lanes import Laned
 from lox._data._logdict import joined, logdict
 from lox._data._series import Series, Site, check_fit_all
-from lox._engine import _emit
-from lox._engine import _interpret as _engine
+from lox._engine import _emit, _interpret
 from lox._engine._event import Event, Meta
 from lox._engine._interpret import Handler, Run, Tally
 from lox._engine._primitive import bind
@@ -301,9 +300,9 @@ class Stream(Handler):
         total: dict[str, Tally] = {}
         stacked: set[str] = set()
         for jaxpr in jaxprs:
-            for key, found in _engine.tally(jaxpr, run.inside, self.collect.selection.keys).items():
+            for key, found in _interpret.tally(jaxpr, run.inside, self.collect.selection.keys).items():
                 total[key] = total.get(key, Tally()) + found
-            stacked.update(_engine.tally(jaxpr, run.inside, self.collect.counts))
+            stacked.update(_interpret.tally(jaxpr, run.inside, self.collect.counts))
         most = max((t.count for t in total.values()), default=0)
         if not most or most == math.inf:
             return None
@@ -376,7 +375,7 @@ class Stream(Handler):
 
     def for_rules(self) -> Handler:
         """Only events of the primal are streamed."""
-        return _engine.MarkSeen()
+        return _interpret.MarkSeen()
 
     def finish(self, run: Run) -> Any:
         """Emit what was reduced; returns the last token."""
@@ -521,7 +520,7 @@ def streaming(
         handler = kind(collect, deliver, prefix, buffer)
 
         def transform(fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> tuple[Any, Any]:
-            out, run = _engine.run_function(handler, fun, args, kwargs, given)
+            out, run = _interpret.run_function(handler, fun, args, kwargs, given)
             with _compat.own_transfers():
                 return out, handler.finish(run)
 
@@ -536,7 +535,7 @@ def finished(call: Callable[[], tuple[Any, Any]], wait: bool = True) -> Any:
         if not wait or _compat.is_evaluating():
             out, token = call()
         else:
-            with _engine.failing_at_once():
+            with _interpret.failing_at_once():
                 out, token = call()
         if wait and not isinstance(token, _compat.Tracer):
             jax.block_until_ready(token)  # the token is there once the last callback has returned

@@ -17,8 +17,7 @@ from lox import _errors
 from lox._data import _arrays, _lanes
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
-from lox._engine import _emit
-from lox._engine import _interpret as _engine
+from lox._engine import _emit, _interpret
 from lox._engine._event import Event, Meta
 from lox._engine._interpret import Handler, Run
 from lox._engine._primitive import bind
@@ -133,7 +132,7 @@ class Watch(Handler):
         return Untouched()
 
 
-class Untouched(_engine.MarkSeen):
+class Untouched(_interpret.MarkSeen):
     """Lets every log flow on as it is."""
 
     def event(self, run: Run, event: Event) -> None:
@@ -195,7 +194,7 @@ def watch(
     handler = Watch(Selection.of(argnames, tags), deliver)
 
     def transform(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        out, run = _engine.run_function(handler, fun, args, kwargs)
+        out, run = _interpret.run_function(handler, fun, args, kwargs)
         return out, run.state["token"]
 
     @functools.wraps(fun)
