@@ -20,8 +20,6 @@ Write `lox.log` wherever a value is interesting, and decide outside what becomes
 >>> y = lox.nolog(f)(jnp.arange(3))  # remove them, at no cost
 """
 
-__version__ = "0.1.0"
-
 from lox import _export
 from lox import loggers as loggers
 from lox import logify as logify
@@ -59,6 +57,7 @@ from lox._transforms._reraise import reraise as reraise
 from lox._transforms._spool import spool as spool
 from lox._transforms._tap import tap as tap
 from lox._transforms._watch import watch as watch
+from lox._version import __version__ as __version__
 from lox.loggers import ConsoleLogger as ConsoleLogger
 from lox.loggers import CsvLogger as CsvLogger
 from lox.loggers import JsonlLogger as JsonlLogger
@@ -66,9 +65,9 @@ from lox.loggers import Logger as Logger
 from lox.loggers import MultiLogger as MultiLogger
 from lox.loggers import SaveLogger as SaveLogger
 from lox.loggers._console._progress import progress as progress
+from lox.loggers._files._save_once import save as save
 from lox.store import load as load
 from lox.store import runs as runs
-from lox.store import save as save
 
 _batching.install()
 _hidden.install(_interpret.run_function)

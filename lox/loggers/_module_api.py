@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from lox import _compat, _errors
 from lox._data._lanes import Laned
-from lox.loggers import _host
+from lox._engine import _host_calls
 from lox.loggers._logger import Logger
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._run import LoggerState, Run
@@ -46,7 +46,7 @@ class SingleRunsPipeline(Pipeline):
     def end(self, where: Laned, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> Any:
         """Called by the program: end the runs of all lanes that get here."""
         del eager
-        numbers, happened = (_host.of_all_lanes(x, lanes) for x in (*operands, where))
+        numbers, happened = (_host_calls.of_all_lanes(x, lanes) for x in (*operands, where))
         self.enqueue(_End(numbers[happened].tolist()))  # type: ignore[arg-type]
         return []
 
@@ -123,7 +123,7 @@ class SingleRuns:
         logger = self.logger()
         pipeline = logger._pipeline
         assert isinstance(pipeline, SingleRunsPipeline)
-        _host.call(pipeline.end, [jnp.asarray(logger._run_of(run, "finish"), jnp.int32)])
+        _host_calls.call(pipeline.end, [jnp.asarray(logger._run_of(run, "finish"), jnp.int32)])
         if _compat.is_evaluating():
             logger.flush()
 

@@ -26,5 +26,4 @@ from lox.store._reader import Reader as Reader
 from lox.store._reader import Run as Run
 from lox.store._reader import Runs as Runs
 from lox.store._repair import repair as repair
-from lox.store._save import save as save
 from lox.store._writer import Writer as Writer

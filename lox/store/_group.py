@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lox import _errors
+from lox._version import __version__
 from lox.store import _open
 from lox.store._schema import FORMAT
 from lox.store._segment import SegmentReader
@@ -143,7 +144,7 @@ def write_meta(group: Path, created: float, process: int, status: str, config: A
         "pid": os.getpid(),
         "process": process,
         "versions": {
-            "lox": _version(),
+            "lox": __version__,
             "jax": jax.__version__,
             "numpy": np.__version__,
             "python": sys.version.split()[0],
@@ -159,12 +160,6 @@ def write_meta(group: Path, created: float, process: int, status: str, config: A
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise _errors.cannot_write(group / META, error, WAY_OUT) from error
-
-
-def _version() -> str:
-    import lox
-
-    return lox.__version__
 
 
 # --- reading ---

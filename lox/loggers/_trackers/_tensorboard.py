@@ -15,8 +15,8 @@ import numpy as np
 from lox import _errors
 from lox._data._histogram import Histogram
 from lox._data._lanes import Laned
+from lox._engine import _host_calls
 from lox._engine._primitive import as_step
-from lox.loggers import _host
 from lox.loggers._files._plain import folder, put_on_disk
 from lox.loggers._files._rows import strict_json
 from lox.loggers._run import LoggerState, Run
@@ -90,11 +90,11 @@ class TensorBoardLogger(CurveLogger):
         if not isinstance(key, str) or not isinstance(text, str):
             raise _errors.LogTypeError(f"`log_text` got {key!r} and {text!r}: both must be strings.")
         run = self._run_of(state, "log_text")
-        _host.call(functools.partial(self._receive_text, key, text), [run, as_step("step", step)])
+        _host_calls.call(functools.partial(self._receive_text, key, text), [run, as_step("step", step)])
 
     def _receive_text(self, key: str, text: str, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
         del eager
-        numbers, steps, happened = [_host.of_all_lanes(x, lanes) for x in (*operands, where)]
+        numbers, steps, happened = [_host_calls.of_all_lanes(x, lanes) for x in (*operands, where)]
         for number, step in zip(numbers[happened].tolist(), steps[happened].tolist(), strict=True):
             with self._pipeline.isolated(f"writing the text {key!r}"):
                 self._append(self._pipeline.runs[number], _tfevents.text(key, int(step), text, time.time()))

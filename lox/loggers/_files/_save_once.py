@@ -1,4 +1,4 @@
-"""`save`."""
+"""`lox.save`: logs to disk at once, without a logger."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,9 @@ from lox import _compat
 from lox._data import _arrays, _lanes
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
+from lox._engine import _host_calls
 from lox._engine._primitive import as_array
+from lox.loggers._run import ConfigPlan
 from lox.store._catalog import check_mode
 from lox.store._keys import KeyData, impl_name, words_of
 from lox.store._writer import Writer
@@ -75,14 +77,12 @@ def _write(writer: Writer, lanes: list[tuple[Any, logdict, Any]], impl: str | No
 
 
 def _save_when_run(logs: logdict, path: str | os.PathLike[str], key: Any, mode: str, config: Any) -> None:
-    from lox.loggers import _host, _run  # loggers build on the store
-
     leaves, treedef = jax.tree.flatten(logs)
     impls = [impl_name(x) if _is_key(x) else None for x in leaves]
     words = [jax.random.key_data(x) if _is_key(x) else as_array(x, "these logs") for x in leaves]
     data = [] if key is None else [jax.random.key_data(key) if _is_key(key) else key]
     impl = impl_name(key) if data and _is_key(key) else None
-    plan, arrays = _run.ConfigPlan.of(config)
+    plan, arrays = ConfigPlan.of(config)
 
     def write(where: Laned, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> list[Any]:
         del eager
@@ -99,7 +99,7 @@ def _save_when_run(logs: logdict, path: str | os.PathLike[str], key: Any, mode: 
                 _write(writer, found, impl, mode)
         return []
 
-    _host.call(write, [*words, *data, *arrays])
+    _host_calls.call(write, [*words, *data, *arrays])
 
 
 def _is_key(x: Any) -> bool:

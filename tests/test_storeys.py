@@ -1,0 +1,82 @@
+"""The storeys of lox: imports point downward, and nobody needs a lazy import to break a cycle."""
+
+import ast
+from pathlib import Path
+
+import lox
+
+ROOT = Path(lox.__file__).parent
+# From the ground up. What is not in a package is a face: it may use everything.
+STOREYS = ["_version", "_errors", "_compat", "_data", "_engine", "_transforms", "store", "loggers"]
+MODULES = {
+    ".".join(["lox", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+
+
+def storey(module: str) -> int:
+    name = module.split(".")[1] if "." in module else ""
+    return STOREYS.index(name) if name in STOREYS else len(STOREYS)
+
+
+def imports(module: str) -> dict[str, bool]:
+    """The modules of lox that one imports, and whether it does so when it is itself imported."""
+    found: dict[str, bool] = {}
+
+    def visit(node: ast.AST, at_once: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
+            if isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "lox":
+                for alias in child.names:
+                    name = f"{child.module}.{alias.name}"
+                    name = name if name in MODULES else child.module or ""
+                    found[name] = found.get(name, False) or at_once
+            elif isinstance(child, ast.Import):
+                names = [alias.name for alias in child.names if alias.name.split(".")[0] == "lox"]
+                found.update({name: at_once for name in names})
+            visit(child, at_once and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    visit(ast.parse(MODULES[module].read_text()), True)
+    return found
+
+
+def test_imports_point_downward() -> None:
+    upward = [f"{a} -> {b}" for a in MODULES for b in imports(a) if storey(b) > storey(a)]
+    assert upward == []
+
+
+def test_no_import_is_put_off_to_break_a_cycle() -> None:
+    """What is imported lazily, to be light, would not close a circle if it were imported at once."""
+    graph = {a: set(imports(a)) for a in MODULES}
+
+    def reaches(a: str, b: str, seen: set[str]) -> bool:
+        seen.add(a)
+        return b in graph[a] or any(reaches(c, b, seen) for c in graph[a] - seen)
+
+    lazy = [(a, b) for a in MODULES for b, at_once in imports(a).items() if not at_once]
+    assert [f"{a} -> {b}" for a, b in lazy if b == a or reaches(b, a, set())] == []
+
+
+def test_there_is_no_cycle() -> None:
+    order: list[str] = []
+    under_way: list[str] = []
+
+    def visit(module: str) -> None:
+        assert module not in under_way, " -> ".join([*under_way[under_way.index(module) :], module])
+        if module in order:
+            return
+        under_way.append(module)
+        for other, at_once in imports(module).items():
+            if at_once and other in MODULES and "__init__" not in MODULES[other].name:
+                visit(other)
+        order.append(under_way.pop())
+
+    for module in MODULES:
+        if "__init__" not in MODULES[module].name:
+            visit(module)
+
+
+def test_every_module_has_its_storey() -> None:
+    faces = {m for m in MODULES if storey(m) == len(STOREYS)}
+    assert faces == {"lox", "lox._export", "lox.logify", "lox.neptune", "lox.testing", "lox.wandb"}
