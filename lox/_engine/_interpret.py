@@ -325,13 +325,56 @@ _NEEDS_VALUES = (
 )
 
 
-class LogTrace(_compat.Trace):  # type: ignore[misc]
+# The methods of traces for functions that have derivative rules of their own.
+_WITH_RULES = ("process_custom_jvp_call", "process_custom_vjp_call")
+
+
+class PassingTrace(_compat.Trace):  # type: ignore[misc]
+    """A trace that makes no values of its own: everything goes on to the trace around, `parent`."""
+
+    def __init__(self, parent: Any):
+        super().__init__()
+        self.parent, self.requires_low = parent, parent.requires_low
+
+    def process_functions(
+        self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
+    ) -> Any:
+        """A primitive that carries Python functions, for which traces have a method of their own."""
+        raise NotImplementedError(method)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+        return self.process_functions("process_custom_jvp_call", primitive, (fun, jvp), tracers, **params)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *args: Any, **params: Any
+    ) -> Any:
+        return self.process_functions("process_custom_vjp_call", primitive, (fun, fwd, bwd), tracers, *args, **params)
+
+    def process_custom_transpose(self, primitive: Any, call: Any, tracers: Any, **params: Any) -> Any:
+        return self.process_functions("process_custom_transpose", primitive, (call,), tracers, **params)
+
+    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
+        return self.process_functions("process_shard_map", primitive, (fun,), tracers, **params)
+
+    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
+        return self.process_functions("process_call", primitive, (fun,), tracers, params)
+
+    def process_map(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
+        return self.process_functions("process_map", primitive, (fun,), tracers, params)
+
+    def stage_value(self, val: Any) -> Any:
+        return self.parent.stage_value(val)
+
+    def cur_qdd(self, x: Any) -> Any:
+        return self.parent.cur_qdd(x)
+
+
+class LogTrace(PassingTrace):
     """Hands logs to a run and everything else to the trace around."""
 
     def __init__(self, parent: Any, run: Run):
-        super().__init__()
-        self.parent, self.run = parent, run
-        self.requires_low = parent.requires_low
+        super().__init__(parent)
+        self.run = run
         _compat.stand_for(self, parent)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
@@ -362,11 +405,29 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
         if self.run.state and _compat.underneath(self) is _compat.eval_trace:
             self.run.state = _compat.beside(operands, self.run.state)
 
-    # Primitives that carry Python functions. They are traced first, so that only jaxprs need rules.
+    def process_functions(
+        self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
+    ) -> Any:
+        if method in _WITH_RULES:
+            self.run.has_rules |= not _compat.is_jax_own(functions[0])
+        if method.startswith("process_custom_") and self.parent is _compat.eval_trace:
+            # Nothing outside differentiates: only the function itself matters.
+            with _compat.set_current_trace(self):
+                return functions[0].call_wrapped(*tracers)
+        try:
+            return self._staged(method, primitive, functions, tracers, *rest, **params)
+        except (*_NEEDS_VALUES, _errors.SpoolError):  # a `fori_loop` to a value is a `while_loop` when it is traced
+            at_once = method == "process_shard_map" and _compat.underneath(self) is _compat.eval_trace
+            if _inside.rebuilding or not at_once:
+                raise
+        # The body wants to see values: then it is run as JAX runs it, one operation after the other on all devices.
+        _compat.forget_results(functions[0])
+        return run_on_shards(self.parent, self, primitive, functions[0], tracers, params)
 
     def _staged(
         self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
     ) -> Any:
+        """Trace it first, so that only jaxprs need rules."""
         box: list[Any] = []
 
         def stage(*args: Any) -> Any:
@@ -392,61 +453,16 @@ class LogTrace(_compat.Trace):  # type: ignore[misc]
             _compat.forget_trees(functions[0], functions[1])
         return box[0](outs)
 
-    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        self.run.has_rules |= not _compat.is_jax_own(fun)
-        if self.parent is _compat.eval_trace:  # nothing outside differentiates: only the function itself matters
-            with _compat.set_current_trace(self):
-                return fun.call_wrapped(*tracers)
-        return self._staged("process_custom_jvp_call", primitive, (fun, jvp), tracers, **params)
 
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *args: Any, **params: Any
-    ) -> Any:
-        self.run.has_rules |= not _compat.is_jax_own(fun)
-        if self.parent is _compat.eval_trace:
-            with _compat.set_current_trace(self):
-                return fun.call_wrapped(*tracers)
-        return self._staged("process_custom_vjp_call", primitive, (fun, fwd, bwd), tracers, *args, **params)
-
-    def process_custom_transpose(self, primitive: Any, call: Any, tracers: Any, **params: Any) -> Any:
-        if self.parent is _compat.eval_trace:
-            with _compat.set_current_trace(self):
-                return call.call_wrapped(*tracers)
-        return self._staged("process_custom_transpose", primitive, (call,), tracers, **params)
-
-    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
-        try:
-            return self._staged("process_shard_map", primitive, (fun,), tracers, **params)
-        except (*_NEEDS_VALUES, _errors.SpoolError):  # a `fori_loop` to a value is a `while_loop` when it is traced
-            if _inside.rebuilding or _compat.underneath(self) is not _compat.eval_trace:
-                raise
-        # The body wants to see values: then it is run as JAX runs it, one operation after the other on all devices.
-        _compat.forget_results(fun)
-        return run_on_shards(self.parent, self, primitive, fun, tracers, params)
-
-    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
-        return self._staged("process_call", primitive, (fun,), tracers, params)
-
-    def process_map(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
-        return self._staged("process_map", primitive, (fun,), tracers, params)
-
-    def stage_value(self, val: Any) -> Any:
-        return self.parent.stage_value(val)
-
-    def cur_qdd(self, x: Any) -> Any:
-        return self.parent.cur_qdd(x)
-
-
-class ShardTrace(_compat.Trace):  # type: ignore[misc]
+class ShardTrace(PassingTrace):
     """Inside a shard_map that is run at once: what logs is handed to the trace around the shard_map.
 
     All else goes on, so that values which are the same on all devices stay concrete.
     """
 
     def __init__(self, parent: Any, around: LogTrace):
-        super().__init__()
-        self.parent, self.around = parent, around
-        self.requires_low = parent.requires_low
+        super().__init__(parent)
+        self.around = around
         _compat.stand_for(self, parent)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
@@ -455,24 +471,15 @@ class ShardTrace(_compat.Trace):  # type: ignore[misc]
         with _compat.set_current_trace(self.parent):
             return primitive.bind(*tracers, **params)
 
-    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        with _compat.set_current_trace(self):
-            return fun.call_wrapped(*tracers)
-
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *args: Any, **params: Any
+    def process_functions(
+        self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
     ) -> Any:
+        if method == "process_shard_map":
+            return run_on_shards(self.parent, self.around, primitive, functions[0], tracers, params)
+        if not method.startswith("process_custom_"):
+            raise NotImplementedError(method)
         with _compat.set_current_trace(self):
-            return fun.call_wrapped(*tracers)
-
-    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
-        return run_on_shards(self.parent, self.around, primitive, fun, tracers, params)
-
-    def stage_value(self, val: Any) -> Any:
-        return self.parent.stage_value(val)
-
-    def cur_qdd(self, x: Any) -> Any:
-        return self.parent.cur_qdd(x)
+            return functions[0].call_wrapped(*tracers)
 
 
 def run_on_shards(parent: Any, around: LogTrace, primitive: Any, fun: Any, tracers: Any, params: Any) -> Any:
@@ -880,15 +887,14 @@ class RuleTrace(LogTrace):
         super().__init__(parent, Run(Drop(), ()))
         self.around = around
 
-    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        jvp = _compat.wrap_rule(jvp, self.around)
-        return self.parent.process_custom_jvp_call(primitive, fun, jvp, tracers, **params)
-
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *args: Any, **params: Any
+    def process_functions(
+        self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
     ) -> Any:
-        fwd, bwd = _compat.wrap_rule(fwd, self.around), _compat.wrap_rule(bwd, self.around)
-        return self.parent.process_custom_vjp_call(primitive, fun, fwd, bwd, tracers, *args, **params)
+        if method not in _WITH_RULES:
+            return super().process_functions(method, primitive, functions, tracers, *rest, **params)
+        fun, *rules = functions
+        rules = [_compat.wrap_rule(rule, self.around) for rule in rules]
+        return getattr(self.parent, method)(primitive, fun, *rules, tracers, *rest, **params)
 
 
 class Drop(Handler):

@@ -22,7 +22,7 @@ import jax
 from lox import _compat
 from lox._engine import _emit
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import RULES, Drop, Run, apply_rule, executed_jaxprs
+from lox._engine._interpret import RULES, Drop, PassingTrace, Run, apply_rule, executed_jaxprs
 from lox._engine._primitive import bind, log_p
 
 Identity = Any
@@ -53,12 +53,8 @@ def _identities(primitive: Any, params: dict[str, Any]) -> Iterable[Identity]:
                 yield from _identities(eqn.primitive, eqn.params)
 
 
-class _Passing(_compat.Trace):  # type: ignore[misc]
+class _Passing(PassingTrace):
     """Hands everything to the trace around, and so do the functions that pass through when they are run."""
-
-    def __init__(self, parent: Any):
-        super().__init__()
-        self.parent, self.requires_low = parent, parent.requires_low
 
     def inside(self, parent: Any) -> "_Passing":
         """The same for a function that is run under another trace."""
@@ -71,37 +67,10 @@ class _Passing(_compat.Trace):  # type: ignore[misc]
 
         return _compat.wrap_rule(fun, run)
 
-    def pass_on(
-        self, method: str, primitive: Any, functions: list[Any], tracers: Any, *rest: Any, **params: Any
+    def process_functions(
+        self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
     ) -> Any:
-        """Hand a primitive that carries Python functions to the trace around."""
         return getattr(self.parent, method)(primitive, *map(self._wrapped, functions), tracers, *rest, **params)
-
-    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        return self.pass_on("process_custom_jvp_call", primitive, [fun, jvp], tracers, **params)
-
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *args: Any, **params: Any
-    ) -> Any:
-        return self.pass_on("process_custom_vjp_call", primitive, [fun, fwd, bwd], tracers, *args, **params)
-
-    def process_custom_transpose(self, primitive: Any, call: Any, tracers: Any, **params: Any) -> Any:
-        return self.pass_on("process_custom_transpose", primitive, [call], tracers, **params)
-
-    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
-        return self.pass_on("process_shard_map", primitive, [fun], tracers, **params)
-
-    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
-        return self.pass_on("process_call", primitive, [fun], tracers, params)
-
-    def process_map(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
-        return self.pass_on("process_map", primitive, [fun], tracers, params)
-
-    def stage_value(self, val: Any) -> Any:
-        return self.parent.stage_value(val)
-
-    def cur_qdd(self, x: Any) -> Any:
-        return self.parent.cur_qdd(x)
 
 
 class _Forward(_Passing):
@@ -240,8 +209,8 @@ class _Backward(_Passing):
         self.mark(results, depends if depends is not None else [any(ins)] * len(results))
         return outs
 
-    def pass_on(
-        self, method: str, primitive: Any, functions: list[Any], tracers: Any, *rest: Any, **params: Any
+    def process_functions(
+        self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
     ) -> Any:
         """Hand a primitive that carries Python functions to the trace around.
 
@@ -249,7 +218,7 @@ class _Backward(_Passing):
         counts.
         """
         if not any(id(x) in self.depending for x in tracers):
-            return super().pass_on(method, primitive, functions, tracers, *rest, **params)
+            return super().process_functions(method, primitive, functions, tracers, *rest, **params)
         outs = getattr(self.parent, method)(primitive, *functions, tracers, *rest, **params)
         results, _ = _compat.flat_results(outs)
         self.mark(results, [True] * len(results))
