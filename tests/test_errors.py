@@ -493,17 +493,17 @@ def test_a_function_whose_body_runs_later():
 
 
 def test_a_state_that_never_settles_is_an_error_and_not_a_hang() -> None:
-    from lox._engine._interpret import Grown, Handler, Run
+    from lox._engine._interpret import Frame, Grown, Handler
 
     class Stubborn(Handler):
-        def extend(self, run: Run, struct: Any) -> None:
+        def extend(self, frame: Frame, struct: Any) -> None:
             pass
 
-    run = Run(Stubborn(), {"x": jnp.zeros(2)})
+    frame = Frame(Stubborn(), {"x": jnp.zeros(2)})
 
     def attempt(state: Any) -> Any:
-        raise Grown(run, state)
+        raise Grown(frame, state)
 
     text = "cannot trace a block that logs 'x': what is kept of it changes its type each time"
     with pytest.raises(lox.TransformError, match=text):
-        run.settle(attempt)
+        frame.settle(attempt)

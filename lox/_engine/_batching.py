@@ -27,7 +27,7 @@ from lox._data import _arrays
 from lox._data._series import Site
 from lox._engine import _masking
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import Handler, Retrace, Run, Transformed, transformed, types_of, without_unwanted
+from lox._engine._interpret import Frame, Handler, Retrace, Transformed, transformed, types_of, without_unwanted
 from lox._engine._primitive import bind
 
 _batch_cond = batching.fancy_primitive_batchers[primitives.cond_p]
@@ -98,11 +98,11 @@ class Record(Handler):
     def __hash__(self) -> int:
         return hash(Record)
 
-    def event(self, run: Run, event: Event) -> None:
+    def event(self, frame: Frame, event: Event) -> None:
         """Keep it for later."""
-        if run.unbounded:
+        if frame.unbounded:
             raise _Unbounded
-        run.pieces.append([Slot(*event.in_scope().to_operands())])
+        frame.pieces.append([Slot(*event.in_scope().to_operands())])
 
     def gather(self, pieces: list[Any]) -> list[Any]:
         """One list."""
@@ -190,12 +190,12 @@ def _compiled(rule: Any) -> Any:
     def compiled(args: Any, dims: Any, **params: Any) -> Any:
         box: list[Any] = []
 
-        def run(*args: Any) -> Any:
+        def batch(*args: Any) -> Any:
             outs, out_dims = rule(args, dims, **params)
             box.append(out_dims)
             return outs
 
-        return jax.jit(run)(*args), box[0]
+        return jax.jit(batch)(*args), box[0]
 
     return compiled
 
@@ -305,7 +305,7 @@ def _while_rule(
     # but logs asks it: without them it is the loop that it would have been.
     n_consts = cond_nconsts + body_nconsts
     cond_consts, cond_reports = args[:cond_nconsts], _compat.has_logs(cond_jaxpr) or _compat.calls_host(cond_jaxpr)
-    silent = transformed(Run(_masking.Silence(), ()), cond_jaxpr, ()).jaxpr if cond_reports else cond_jaxpr
+    silent = transformed(Frame(_masking.Silence(), ()), cond_jaxpr, ()).jaxpr if cond_reports else cond_jaxpr
 
     def body(*xs: Any) -> list[Any]:
         cond_consts, body_consts, carry = xs[:cond_nconsts], xs[cond_nconsts:n_consts], xs[n_consts:]
@@ -335,7 +335,7 @@ def _scan_rule(axis_data: Any, args: Any, dims: Any, *, jaxpr: Any, **params: An
     (jaxpr,) = without_unwanted([jaxpr])
     reports = _compat.has_logs(jaxpr) or _compat.calls_host(jaxpr)
     if reports and _masking.mentions_any_lane(jaxpr):
-        jaxpr = transformed(Run(_masking.Rebind(), ()), jaxpr, ()).jaxpr
+        jaxpr = transformed(Frame(_masking.Rebind(), ()), jaxpr, ()).jaxpr
     return _batch_scan(axis_data, args, dims, jaxpr=jaxpr, **params)
 
 

@@ -17,7 +17,7 @@ from jax.extend.core import primitives
 from jax.interpreters import partial_eval as pe
 
 from lox import _compat
-from lox._engine._interpret import Drop, Run, run_function, transformed
+from lox._engine._interpret import Drop, Frame, run_function, transformed
 from lox._engine._masking import Silence
 
 _while_p = primitives.while_p
@@ -28,8 +28,8 @@ def _reports(params: dict[str, Any]) -> bool:
 
 
 def _silent(params: dict[str, Any]) -> dict[str, Any]:
-    run = Run(Silence(), ())
-    return dict(params, **{k: transformed(run, params[k], ()).jaxpr for k in ("cond_jaxpr", "body_jaxpr")})
+    frame = Frame(Silence(), ())
+    return dict(params, **{k: transformed(frame, params[k], ()).jaxpr for k in ("cond_jaxpr", "body_jaxpr")})
 
 
 class _Later:

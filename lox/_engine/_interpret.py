@@ -5,9 +5,9 @@ straight on to the trace around, so values stay as concrete as they were and Pyt
 jaxpr (the body of a jit, a loop, a branch) is interpreted equation by equation; the primitive that owns it is then
 rebuilt by its rule in `_rules.py`. Neither mutates what it reads.
 
-What becomes of an event is up to the handler, through two channels. `Run.state` is threaded through the program: it
+What becomes of an event is up to the handler, through two channels. `Frame.state` is threaded through the program: it
 enters every block and comes out changed, in the carry of loops (reductions, buffers, the order of callbacks).
-`Run.pieces` is what a block has collected: it only comes out, stacked by loops (the events that `spool` returns).
+`Frame.pieces` is what a block has collected: it only comes out, stacked by loops (the events that `spool` returns).
 """
 
 import contextlib
@@ -52,13 +52,13 @@ class Handler:
         """What is threaded through the program."""
         return ()
 
-    def event(self, run: "Run", event: Event) -> None:
-        """Take one event: change `run.state`, or add to `run.pieces`."""
+    def event(self, frame: "Frame", event: Event) -> None:
+        """Take one event: change `frame.state`, or add to `frame.pieces`."""
         raise NotImplementedError
 
-    def check(self, run: "Run", piece: Any) -> None:
+    def check(self, frame: "Frame", piece: Any) -> None:
         """Error if this cannot be gathered with what was collected before."""
-        del run, piece
+        del frame, piece
 
     def gather(self, pieces: list[Any]) -> Any:
         """One piece that stands for several, in order."""
@@ -75,30 +75,30 @@ class Handler:
         del pieces
         return None
 
-    def allows(self, run: "Run", struct: Any) -> bool:
+    def allows(self, frame: "Frame", struct: Any) -> bool:
         """Whether a block that runs once may leave the state with another type, `struct`, than it found."""
-        del run, struct
+        del frame, struct
         return False
 
-    def extend(self, run: "Run", struct: Any) -> None:
-        """Give `run.state` the type `struct`, which the body of a loop leaves behind."""
+    def extend(self, frame: "Frame", struct: Any) -> None:
+        """Give `frame.state` the type `struct`, which the body of a loop leaves behind."""
         raise NotImplementedError
 
-    def before(self, run: "Run", find: Callable[[], dict[str, Tally]]) -> None:
+    def before(self, frame: "Frame", find: Callable[[], dict[str, Tally]]) -> None:
         """Called at the outermost level before anything with logs is run; `find()` tells which."""
-        del run, find
+        del frame, find
 
-    def after(self, run: "Run", completed: bool) -> None:
+    def after(self, frame: "Frame", completed: bool) -> None:
         """Called when it has been run, or has failed."""
-        del run, completed
+        del frame, completed
 
     def counts(self, meta: Meta, path: str) -> list[str]:
         """The keys of a log that a tally shall count."""
         raise NotImplementedError
 
-    def split(self, run: "Run", jaxprs: Iterable[Any]) -> "Blocks | None":
+    def split(self, frame: "Frame", jaxprs: Iterable[Any]) -> "Blocks | None":
         """How to split a loop whose iterations run these jaxprs; None if it stays as it is."""
-        del run, jaxprs
+        del frame, jaxprs
         return None
 
     @property
@@ -109,7 +109,7 @@ class Handler:
     sees_calls: ClassVar[bool] = False  # whether calls of the host are handed to it too
     masks_lanes: ClassVar[bool] = True  # whether events of Equinox's loops count only where the lane goes on
 
-    def call(self, run: "Run", primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+    def call(self, frame: "Frame", primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
         """Take a call of the host that can be masked."""
         raise NotImplementedError
 
@@ -139,11 +139,11 @@ class Blocks(Protocol):
         """How many iterations a block has."""
         ...
 
-    def run(self, run: "Run", bounded: bool, execute: Callable[["Run"], Any], room_for: int | None = None) -> Any:
-        """Run one block, `execute(run)`, then `flush`; if it is not `bounded`, it may have fewer iterations."""
+    def run(self, frame: "Frame", bounded: bool, execute: Callable[["Frame"], Any], room_for: int | None = None) -> Any:
+        """Run one block, `execute(frame)`, then `flush`; if it is not `bounded`, it may have fewer iterations."""
         ...
 
-    def flush(self, run: "Run", room_for: int | None = None) -> None:
+    def flush(self, frame: "Frame", room_for: int | None = None) -> None:
         """Between blocks: let go of everything held, or of what leaves no room for that many iterations."""
         ...
 
@@ -155,12 +155,12 @@ class Retrace(Exception):
 class Grown(Retrace):
     """A block left the state with another type than it found, and must be traced again."""
 
-    def __init__(self, owner: "Run", struct: Any):
+    def __init__(self, owner: "Frame", struct: Any):
         super().__init__(owner, struct)
         self.owner, self.struct = owner, struct
 
 
-class Run:
+class Frame:
     """One block under way: its state, what it has collected, and the keys it logs.
 
     `keys` has them in order of first appearance, and whether an event is certain to happen.
@@ -190,9 +190,9 @@ class Run:
         """Whether an event comes from a loop that is none to JAX, because jit is disabled."""
         return _compat.in_python_loop(run_function.__code__)
 
-    def block(self, state: Any, unbounded: bool = False, decision: Any = None) -> "Run":
-        """A run for a block inside this one, which runs if a value of that type says so."""
-        return Run(self.handler, state, self.unbounded or unbounded, self.inside, self.alike_after(decision))
+    def block(self, state: Any, unbounded: bool = False, decision: Any = None) -> "Frame":
+        """A frame for a block inside this one, which is executed if a value of that type says so."""
+        return Frame(self.handler, state, self.unbounded or unbounded, self.inside, self.alike_after(decision))
 
     def alike_after(self, decision: Any) -> frozenset[Any]:
         """Along which mesh axes all devices still do the same, if a value of that type decides."""
@@ -233,7 +233,7 @@ class Run:
         """Remember that the key is logged."""
         self.keys[key] = self.keys.get(key, False) or certain
 
-    def require_type(self, inner: "Run", state: Any) -> None:
+    def require_type(self, inner: "Frame", state: Any) -> None:
         """Check that a block has left the state as it found it; if not, it has to be traced again."""
         if _signature(inner.state) != _signature(state):
             raise Grown(self, types_of(inner.state))
@@ -300,17 +300,17 @@ def failing_at_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _announced(run: Run, find: Callable[[], dict[str, Tally]]) -> Iterator[None]:
+def _announced(frame: Frame, find: Callable[[], dict[str, Tally]]) -> Iterator[None]:
     """Tell the handler what is about to be run at the outermost level, and when that is over."""
     with _compat.own_transfers():
-        run.handler.before(run, find)
+        frame.handler.before(frame, find)
     completed = False
     try:
         yield
         completed = True
     finally:
         with _compat.own_transfers():
-            run.handler.after(run, completed)
+            frame.handler.after(frame, completed)
 
 
 # What JAX, if no transformation is around, evaluates equation by equation. To compile it would ask for more.
@@ -370,46 +370,46 @@ class PassingTrace(_compat.Trace):  # type: ignore[misc]
 
 
 class LogTrace(PassingTrace):
-    """Hands logs to a run and everything else to the trace around."""
+    """Hands logs to a frame and everything else to the trace around."""
 
-    def __init__(self, parent: Any, run: Run):
+    def __init__(self, parent: Any, frame: Frame):
         super().__init__(parent)
-        self.run = run
+        self.frame = frame
         _compat.stand_for(self, parent)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         with _compat.set_current_trace(self.parent):
             if primitive is log_p:
-                self.run.list_logs(primitive, params)
+                self.frame.list_logs(primitive, params)
                 self._place_state(tracers)
-                self.run.take(params["meta"], tracers)
+                self.frame.take(params["meta"], tracers)
                 return []
             # If nothing outside differentiates, derivative rules are of no concern.
             evaluating = self.parent is _compat.eval_trace
             concerns = _compat.eqn_has_logs if evaluating else _compat.eqn_concerns
             if not concerns(primitive, params):
-                if self.run.logged is not None:
-                    self.run.has_rules |= _compat.eqn_has_rules(primitive, params)
+                if self.frame.logged is not None:
+                    self.frame.has_rules |= _compat.eqn_has_rules(primitive, params)
                 return _hidden.pass_on(primitive, tracers, params)
             if evaluating and primitive.name in _EVALUATED:
                 with _compat.set_current_trace(self):
                     return primitive.impl(*tracers, **params)
-            run, handler = self.run, self.run.handler
-            run.list_logs(primitive, params)
-            with _announced(run, lambda: tally_of(primitive, params, run.here(), handler.counts)):
+            frame, handler = self.frame, self.frame.handler
+            frame.list_logs(primitive, params)
+            with _announced(frame, lambda: tally_of(primitive, params, frame.here(), handler.counts)):
                 self._place_state(_compat.operands_of(params, tracers))
-                return (run_compiled if evaluating else apply_rule)(run, primitive, params, tracers)
+                return (run_compiled if evaluating else apply_rule)(frame, primitive, params, tracers)
 
     def _place_state(self, operands: Sequence[Any]) -> None:
         """A function may run programs on several devices: what goes from one to the next must not tie them together."""
-        if self.run.state and _compat.underneath(self) is _compat.eval_trace:
-            self.run.state = _compat.beside(operands, self.run.state)
+        if self.frame.state and _compat.underneath(self) is _compat.eval_trace:
+            self.frame.state = _compat.beside(operands, self.frame.state)
 
     def process_functions(
         self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
     ) -> Any:
         if method in _WITH_RULES:
-            self.run.has_rules |= not _compat.is_jax_own(functions[0])
+            self.frame.has_rules |= not _compat.is_jax_own(functions[0])
         if method.startswith("process_custom_") and self.parent is _compat.eval_trace:
             # Nothing outside differentiates: only the function itself matters.
             with _compat.set_current_trace(self):
@@ -439,16 +439,16 @@ class LogTrace(PassingTrace):
             return flat
 
         with _compat.set_current_trace(self.parent):
-            self.run.inside = self.run.here()
+            self.frame.inside = self.frame.here()
             types = types_of(list(tracers))
             jaxpr = _compat.make_jaxpr(stage, types)
-            run, handler = self.run, self.run.handler
-            run.list_logs(_BLOCK, {"jaxpr": jaxpr})
-            with _announced(run, lambda: tally(jaxpr, run.inside, handler.counts)):
+            frame, handler = self.frame, self.frame.handler
+            frame.list_logs(_BLOCK, {"jaxpr": jaxpr})
+            with _announced(frame, lambda: tally(jaxpr, frame.inside, handler.counts)):
                 if self.parent is _compat.eval_trace and _compat.has_logs(jaxpr):
-                    outs = run.settle(lambda state: _run_jitted(run, lambda: jaxpr, state, tracers, {}))
+                    outs = frame.settle(lambda state: _run_jitted(frame, lambda: jaxpr, state, tracers, {}))
                 else:
-                    outs = interpret(run, jaxpr, tracers)
+                    outs = interpret(frame, jaxpr, tracers)
         if len(functions) > 1:
             _compat.forget_trees(functions[0], functions[1])
         return box[0](outs)
@@ -529,23 +529,23 @@ def run_function(
     kwargs: dict[str, Any],
     given: Any = None,
     whole: bool = True,
-) -> tuple[Any, Run]:
+) -> tuple[Any, Frame]:
     """Call `fun`, its logs handed to `handler`, which begins with its initial state and what else is given.
 
     Unless it is the `whole` function that is transformed, it need not log what was asked for by name.
     """
     with _compat.own_transfers():
-        run = Run(handler, {**handler.initial_state(), **given} if given else handler.initial_state())
+        frame = Frame(handler, {**handler.initial_state(), **given} if given else handler.initial_state())
     names = handler.names if whole else None
-    run.logged = None if names is None else {}
+    frame.logged = None if names is None else {}
     current = _compat.take_current_trace()
-    with _hidden.transforming(), current as parent, _compat.set_current_trace(LogTrace(parent, run)):
+    with _hidden.transforming(), current as parent, _compat.set_current_trace(LogTrace(parent, frame)):
         out = fun(*args, **kwargs)
     if isinstance(out, _LATER):
         raise _errors.runs_later(fun, type(out).__name__)
-    if names is not None and run.logged is not None:
-        names.check(run.logged, run.has_rules)
-    return out, run
+    if names is not None and frame.logged is not None:
+        names.check(frame.logged, frame.has_rules)
+    return out, frame
 
 
 # What a function returns whose body has not run yet: its logs would go elsewhere.
@@ -574,8 +574,8 @@ def first_bind(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 # --- jaxprs --------------------------------------------------------------------------------------
 
 
-def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr in the current trace, its logs handed to `run`."""
+def interpret(frame: Frame, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr in the current trace, its logs handed to `frame`."""
     opened, consts = _compat.split_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(zip([*opened.constvars, *opened.invars], [*consts, *args], strict=True))
 
@@ -583,8 +583,8 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         return _compat.literal_value(var) if isinstance(var, _compat.Literal) else env[var]
 
     pending: list[Any] = []
-    for eqn in _live_equations(run.handler, opened, run.here()):
-        called = run.handler.sees_calls and _compat.emit_effect in eqn.effects
+    for eqn in _live_equations(frame.handler, opened, frame.here()):
+        called = frame.handler.sees_calls and _compat.emit_effect in eqn.effects
         concerned = eqn.primitive is log_p or _compat.eqn_concerns(eqn.primitive, eqn.params, eqn.effects)
         if not (concerned or called):
             pending.append(eqn)
@@ -595,12 +595,12 @@ def interpret(run: Run, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         values = [read(v) for v in eqn.invars]
         with _compat.equation_context(eqn):
             if eqn.primitive is log_p:
-                run.take(eqn.params["meta"], values)
+                frame.take(eqn.params["meta"], values)
                 continue
             if called and eqn.primitive in _emit.MASKABLE:
-                outs = run.handler.call(run, eqn.primitive, eqn.params, values)
+                outs = frame.handler.call(frame, eqn.primitive, eqn.params, values)
             else:
-                outs = apply_rule(run, eqn.primitive, eqn.params, values, eqn.effects, Place(jaxpr, eqn, args))
+                outs = apply_rule(frame, eqn.primitive, eqn.params, values, eqn.effects, Place(jaxpr, eqn, args))
         env.update(zip(eqn.outvars, outs, strict=True))
     if pending:
         _compat.eval_equations(jaxpr, pending, env)
@@ -661,10 +661,11 @@ def once(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
     return inside[0] if len(inside) == 1 else unknown(params, inside)
 
 
-class Rule(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Rule:
     """All that lox knows of a primitive that can contain logs."""
 
-    rebuild: Callable[..., list[Any]]  # (run, primitive, params, args), and `place=` if it looks around
+    rebuild: Callable[..., list[Any]]  # (frame, primitive, params, args), and `place=` if it looks around
     count: Callable[[dict[str, Any], Inside], dict[str, Tally]]
     runs: Callable[[dict[str, Any]], list[Any]]  # those of its jaxprs that running it runs
     looks_around: bool
@@ -679,7 +680,7 @@ def rule(
     runs: Callable[[dict[str, Any]], list[Any]] = _compat.sub_jaxprs,
     looks_around: bool = False,
 ) -> Callable[[Callable[..., list[Any]]], Callable[..., list[Any]]]:
-    """Register how to rebuild the primitives of these names such that their logs reach the run.
+    """Register how to rebuild the primitives of these names such that their logs reach the frame.
 
     `count` says how many events they give, from what their jaxprs give. Jaxprs that are there only to be
     differentiated are left out by `runs`. A rule that `looks_around` is also told its `place`, if it has one.
@@ -699,7 +700,7 @@ def executed_jaxprs(primitive: Any, params: dict[str, Any]) -> list[Any]:
 
 
 def apply_rule(
-    run: Run,
+    frame: Frame,
     primitive: Any,
     params: dict[str, Any],
     args: Sequence[Any],
@@ -707,7 +708,7 @@ def apply_rule(
     place: Place | None = None,
 ) -> list[Any]:
     """Rebuild one primitive that contains logs."""
-    run.inside = run.here()
+    frame.inside = frame.here()
     known = RULES.get(primitive.name)
     if known is None:
         if not _compat.eqn_has_logs(primitive, params, effects):  # but derivative rules: there is no way to reach them
@@ -715,18 +716,18 @@ def apply_rule(
         mark = _compat.first_log(primitive, params)
         raise _errors.opaque_primitive(primitive.name, mark.keys, mark.site)
     extra = {"place": place} if known.looks_around else {}
-    return known.rebuild(run, primitive, params, list(args), **extra)
+    return known.rebuild(frame, primitive, params, list(args), **extra)
 
 
 def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:
     """The same jaxprs without their logs, if the trace around is about to drop every one of them."""
     trace = _compat.current_trace()
-    if isinstance(trace, LogTrace) and trace.run.handler.in_place:
-        handler = trace.run.handler
-        trace.run.list_logs(_BLOCK, {"jaxprs": list(jaxprs)})
-        path = trace.run.here()
+    if isinstance(trace, LogTrace) and trace.frame.handler.in_place:
+        handler = trace.frame.handler
+        trace.frame.list_logs(_BLOCK, {"jaxprs": list(jaxprs)})
+        path = trace.frame.here()
         if not any(wants_any(handler, jaxpr, path) for jaxpr in jaxprs):
-            return [transformed(Run(handler, (), path=path), jaxpr, ()).jaxpr for jaxpr in jaxprs]
+            return [transformed(Frame(handler, (), path=path), jaxpr, ()).jaxpr for jaxpr in jaxprs]
     return jaxprs
 
 
@@ -784,12 +785,12 @@ class Transformed:
         self.outs = len(_compat.out_avals(jaxpr))
 
         def flat(*args: Any) -> list[Any]:
-            run = Run(handler, jax.tree.unflatten(state_tree, args[: len(leaves)]), *block)
+            frame = Frame(handler, jax.tree.unflatten(state_tree, args[: len(leaves)]), *block)
             with _compat.given_up_by(Retrace):
-                outs = interpret(run, jaxpr, args[len(leaves) :])
-            state_out, piece = jax.tree.leaves(run.state), run.piece()
-            self.keys = run.keys
-            self.struct, self.piece = types_of(run.state), types_of(piece)
+                outs = interpret(frame, jaxpr, args[len(leaves) :])
+            state_out, piece = jax.tree.leaves(frame.state), frame.piece()
+            self.keys = frame.keys
+            self.struct, self.piece = types_of(frame.state), types_of(piece)
             return [*outs, *state_out, *jax.tree.leaves(piece)]
 
         types = [*types_of(leaves), *_compat.in_avals(jaxpr)]
@@ -813,31 +814,31 @@ class Transformed:
 _transformed: Any = weakref.WeakKeyDictionary()
 
 
-def transformed(run: Run, jaxpr: Any, state: Any, once: bool = False, decision: Any = None) -> Transformed:
+def transformed(frame: Frame, jaxpr: Any, state: Any, once: bool = False, decision: Any = None) -> Transformed:
     """The transformed jaxpr, made once: XLA recognises a program by the identity of its jaxpr.
 
     If it is run `once`, its state may come out with another type than it goes in. If it is run only where a value says
     so, `decision` is the type of that.
     """
     cache = _transformed.setdefault(jaxpr, {})
-    block = (run.unbounded, run.inside, run.alike_after(decision))
-    key = (run.handler, block, _signature(state), _compat.debugged())
+    block = (frame.unbounded, frame.inside, frame.alike_after(decision))
+    key = (frame.handler, block, _signature(state), _compat.debugged())
     if key not in cache:
-        cache[key] = Transformed(run.handler, jaxpr, state, *block)
+        cache[key] = Transformed(frame.handler, jaxpr, state, *block)
     found = cache[key]
-    if found.grown and not (once and run.handler.allows(run, found.struct)):
-        raise Grown(run, found.struct)
+    if found.grown and not (once and frame.handler.allows(frame, found.struct)):
+        raise Grown(frame, found.struct)
     return found
 
 
 _compiled: Any = weakref.WeakKeyDictionary()
 
 
-def run_compiled(run: Run, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+def run_compiled(frame: Frame, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """Rebuild and run a primitive at once, such that the next time nothing is traced or compiled again."""
     if primitive.name == "jit" or primitive.name not in RULES:
-        return apply_rule(run, primitive, params, args)  # compiles by itself, with its own options, or is an error
-    run.inside = run.here()
+        return apply_rule(frame, primitive, params, args)  # compiles by itself, with its own options, or is an error
+    frame.inside = frame.here()
     anchor, *others = _compat.sub_jaxprs(params)
     # The key must not keep the anchor alive, hence identities.
     identity = tuple((name, _identity(value)) for name, value in sorted(params.items()))
@@ -849,22 +850,22 @@ def run_compiled(run: Run, primitive: Any, params: dict[str, Any], args: Sequenc
     def alone() -> Any:
         return _compat.make_jaxpr(lambda *xs: primitive.bind(*xs, **params), types)
 
-    return run.settle(lambda state: _run_jitted(run, alone, state, args, cache))
+    return frame.settle(lambda state: _run_jitted(frame, alone, state, args, cache))
 
 
 def _run_jitted(
-    run: Run, jaxpr: Callable[[], Any], state: Any, args: Sequence[Any], cache: dict[Any, Any]
+    frame: Frame, jaxpr: Callable[[], Any], state: Any, args: Sequence[Any], cache: dict[Any, Any]
 ) -> list[Any]:
     """Run a jaxpr at once, transformed and compiled."""
-    key = (run.handler, run.unbounded, run.inside, _signature(state), _compat.debugged())
+    key = (frame.handler, frame.unbounded, frame.inside, _signature(state), _compat.debugged())
     if key not in cache:
-        rebuilt = Transformed(run.handler, jaxpr(), state, run.unbounded, run.inside)
+        rebuilt = Transformed(frame.handler, jaxpr(), state, frame.unbounded, frame.inside)
         cache[key] = rebuilt, jax.jit(_compat.jaxpr_as_fun(rebuilt.jaxpr))
     rebuilt, compiled = cache[key]
-    if rebuilt.grown and not run.handler.allows(run, rebuilt.struct):
-        raise Grown(run, rebuilt.struct)
+    if rebuilt.grown and not frame.handler.allows(frame, rebuilt.struct):
+        raise Grown(frame, rebuilt.struct)
     outs, state, piece = rebuilt.unpack(compiled(*jax.tree.leaves(state), *args))
-    run.absorb(state, piece, rebuilt.keys)
+    frame.absorb(state, piece, rebuilt.keys)
     return outs
 
 
@@ -884,7 +885,7 @@ class RuleTrace(LogTrace):
     """Wraps the derivative rules of the functions that pass through."""
 
     def __init__(self, parent: Any, around: Callable[..., Any]):
-        super().__init__(parent, Run(Drop(), ()))
+        super().__init__(parent, Frame(Drop(), ()))
         self.around = around
 
     def process_functions(
@@ -911,7 +912,7 @@ class Drop(Handler):
         """Nothing is added to what a block takes and gives."""
         return True
 
-    def event(self, run: Run, event: Event) -> None:
+    def event(self, frame: Frame, event: Event) -> None:
         """Nothing becomes of it."""
 
     def __eq__(self, other: object) -> bool:
@@ -928,6 +929,6 @@ class MarkSeen(Drop):
         """All of them."""
         return True
 
-    def event(self, run: Run, event: Event) -> None:
+    def event(self, frame: Frame, event: Event) -> None:
         """Bind it again."""
         bind(event.replace(seen=True))

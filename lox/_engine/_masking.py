@@ -16,7 +16,7 @@ from lox import _compat
 from lox._data._lanes import Laned
 from lox._engine import _emit
 from lox._engine._event import Event
-from lox._engine._interpret import Drop, Handler, Run, interpret
+from lox._engine._interpret import Drop, Frame, Handler, interpret
 from lox._engine._primitive import bind
 
 # By name, since Equinox need not be installed. `unvmap_any` is whether any lane does; `nonbatchable` is the identity,
@@ -37,13 +37,13 @@ class Remask(Handler):
     sees_calls = True
     masks_lanes = False  # of loops further inside: that comes when the result is interpreted
 
-    def event(self, run: Run, event: Event) -> None:
+    def event(self, frame: Frame, event: Event) -> None:
         """Bind it again."""
-        bind(event.masked(run.state.tree))
+        bind(event.masked(frame.state.tree))
 
-    def call(self, run: Run, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
+    def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
         """Bind it again."""
-        return _emit.MASKABLE[primitive](run.state.tree, *args, **params)
+        return _emit.MASKABLE[primitive](frame.state.tree, *args, **params)
 
 
 class Silence(Drop):
@@ -51,7 +51,7 @@ class Silence(Drop):
 
     sees_calls = True
 
-    def call(self, run: Run, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
+    def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
         """Nothing happens, and the token stays as it is."""
         return (
             [args[0]] if primitive is _emit.emit_p else _emit.MASKABLE[primitive](jnp.zeros((), bool), *args, **params)
@@ -68,18 +68,18 @@ class Rebind(Drop):
         """All of them."""
         return True
 
-    def event(self, run: Run, event: Event) -> None:
+    def event(self, frame: Frame, event: Event) -> None:
         """Bind it again."""
         bind(event)
 
-    def call(self, run: Run, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
+    def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
         """Bind it again."""
         return primitive.bind(*args, **params)
 
 
 def masked_call(jaxpr: Any, mask: Any, args: Any) -> list[Any]:
     """Evaluate a jaxpr, its events under a condition."""
-    return interpret(Run(Remask(), Laned(mask)), jaxpr, args)
+    return interpret(Frame(Remask(), Laned(mask)), jaxpr, args)
 
 
 def masked_branches(branches: Any, index: Any) -> Any:
@@ -141,7 +141,7 @@ def own_condition(jaxpr: Any, var: Any) -> Callable[..., Any] | None:
             needed.update(v for v in eqn.invars if isinstance(v, _compat.Var))
             slice.insert(0, eqn)
     mine = _compat.with_equations(jaxpr, slice, [alone(var)])
-    return lambda *args: interpret(Run(Silence(), ()), mine, args)[0]
+    return lambda *args: interpret(Frame(Silence(), ()), mine, args)[0]
 
 
 def masked_loop(params: dict[str, Any], *operands: Sequence[Any]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ import jax
 from lox import _compat
 from lox._engine import _emit
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import RULES, Drop, PassingTrace, Run, apply_rule, executed_jaxprs
+from lox._engine._interpret import RULES, Drop, Frame, PassingTrace, apply_rule, executed_jaxprs
 from lox._engine._primitive import bind, log_p
 
 Identity = Any
@@ -61,11 +61,11 @@ class _Passing(PassingTrace):
         raise NotImplementedError
 
     def _wrapped(self, fun: Any) -> Any:
-        def run(fun: Any, *args: Any) -> Any:
+        def passing(fun: Any, *args: Any) -> Any:
             with _compat.take_current_trace() as parent, _compat.set_current_trace(self.inside(parent)):
                 return fun(*args)
 
-        return _compat.wrap_rule(fun, run)
+        return _compat.wrap_rule(fun, passing)
 
     def process_functions(
         self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
@@ -105,12 +105,12 @@ class Unrepeated(Drop):
         """Those that stay."""
         return _identity_of(meta) not in self.repeated
 
-    def event(self, run: Run, event: Event) -> None:
+    def event(self, frame: Frame, event: Event) -> None:
         """Bind again what stays."""
         if (event.site, tuple(event.values)) not in self.repeated:
             bind(event)
 
-    def call(self, run: Run, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
+    def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
         """Bind again what stays."""
         return list(args[:1]) if _identity(primitive, params) in self.repeated else primitive.bind(*args, **params)
 
@@ -202,7 +202,7 @@ class _Backward(_Passing):
             if repeated and _identity(primitive, params) is not None:
                 return [] if primitive is log_p else [tracers[0]]
             if repeated and not found.opaque:
-                outs = apply_rule(Run(Unrepeated(repeated), ()), primitive, params, tracers)
+                outs = apply_rule(Frame(Unrepeated(repeated), ()), primitive, params, tracers)
             else:
                 outs = primitive.bind(*tracers, **params)
         results = outs if primitive.multiple_results else [outs]

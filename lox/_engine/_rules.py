@@ -1,8 +1,8 @@
 """One rule for every primitive that can contain logs.
 
-A rule rebuilds the primitive such that its logs reach the run. `RULES` is keyed by name: a primitive that is not in it
-and contains logs is an error, since guessing at what its jaxpr means would be silently wrong (the jaxpr of `reduce`
-looks just like that of a call).
+A rule rebuilds the primitive such that its logs reach the frame, and registers with `@rule` all else that is known of
+it. A primitive without a rule that contains logs is an error, since guessing at what its jaxpr means would be silently
+wrong (the jaxpr of `reduce` looks just like that of a call).
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from lox._data._series import Series
 from lox._engine import _masking
 from lox._engine._interpret import (
     Drop,
+    Frame,
     Grown,
     Handler,
     Inside,
@@ -29,7 +30,6 @@ from lox._engine._interpret import (
     Place,
     Retrace,
     RuleTrace,
-    Run,
     Tally,
     Transformed,
     interpret,
@@ -45,30 +45,30 @@ from lox._engine._interpret import (
 
 
 @rule("jit", "pjit", count=once)
-def _jit(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _jit(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     def attempt(state: Any) -> list[Any]:
-        entry = transformed(run, params["jaxpr"], state, once=True)
+        entry = transformed(frame, params["jaxpr"], state, once=True)
         leaves = jax.tree.leaves(state)
         widened = _compat.widen_jit(params, entry.jaxpr, len(leaves), entry.extra)
         outs, state, piece = entry.unpack(primitive.bind(*leaves, *args, **widened))
-        run.absorb(state, piece, entry.keys)
+        frame.absorb(state, piece, entry.keys)
         return outs
 
-    return run.settle(attempt)
+    return frame.settle(attempt)
 
 
 @rule("remat2", "checkpoint", count=once)
-def _remat(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _remat(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     def attempt(state: Any) -> list[Any]:
-        entry = transformed(run, params["jaxpr"], state, once=True)
+        entry = transformed(frame, params["jaxpr"], state, once=True)
         jaxpr, consts = _compat.without_consts(entry.jaxpr)
         leaves = jax.tree.leaves(state)
         widened = _compat.widen_remat(params, jaxpr, len(consts) + len(leaves))
         outs, state, piece = entry.unpack(primitive.bind(*consts, *leaves, *args, **widened))
-        run.absorb(state, piece, entry.keys)
+        frame.absorb(state, piece, entry.keys)
         return outs
 
-    return run.settle(attempt)
+    return frame.settle(attempt)
 
 
 @rule(
@@ -81,46 +81,46 @@ def _remat(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
     "compute_on",
     count=once,
 )
-def _inline(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _inline(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     (jaxpr,) = _compat.sub_jaxprs(params)
-    return interpret(run, jaxpr, args)
+    return interpret(frame, jaxpr, args)
 
 
 @rule("composite", count=once)
-def _composite(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
-    if run.handler.in_place:
+def _composite(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    if frame.handler.in_place:
         name = next(name for name, value in params.items() if _compat.is_jaxpr(value))  # it has changed in 0.12
-        return primitive.bind(*args, **{**params, name: transformed(run, params[name], run.state).jaxpr})
+        return primitive.bind(*args, **{**params, name: transformed(frame, params[name], frame.state).jaxpr})
     # The name stands for a function without logs; the body, which does the same, takes its place.
-    return _inline(run, primitive, params, args)
+    return _inline(frame, primitive, params, args)
 
 
 @rule("custom_vmap_call", count=once)
-def _custom_vmap(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
-    if not run.handler.in_place:
+def _custom_vmap(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    if not frame.handler.in_place:
         # Batched from outside, the function is mapped like any other: the rule knows nothing of the logs.
-        return _inline(run, primitive, params, args)
+        return _inline(frame, primitive, params, args)
 
     def rule(*xs: Any, **kwargs: Any) -> Any:
-        return run_function(run.handler, params["rule"], xs, kwargs, whole=False)[0]
+        return run_function(frame.handler, params["rule"], xs, kwargs, whole=False)[0]
 
-    return primitive.bind(*args, **dict(params, call=transformed(run, params["call"], run.state).jaxpr, rule=rule))
+    return primitive.bind(*args, **dict(params, call=transformed(frame, params["call"], frame.state).jaxpr, rule=rule))
 
 
 @rule("remat_opt", count=once)
-def _remat_opt(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _remat_opt(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """The forward rule of a custom_vjp with `optimize_remat`, for which JAX puts the function itself if it can."""
-    if not run.handler.in_place:
+    if not frame.handler.in_place:
         # The events are those of the rule, whatever is optimized later.
-        return _inline(run, primitive, params, args)
-    inside = run.block(())
+        return _inline(frame, primitive, params, args)
+    inside = frame.block(())
 
     def without_logs() -> tuple[Any, list[Any]]:
         inside.inside = inside.path
         original = _compat.close_jaxpr(*params["fun_jaxpr_thunk"]())
         return _compat.split_jaxpr(transformed(inside, original, ()).jaxpr)
 
-    jaxpr, consts = _compat.without_consts(transformed(run, params["fwd_jaxpr"], run.state).jaxpr)
+    jaxpr, consts = _compat.without_consts(transformed(frame, params["fwd_jaxpr"], frame.state).jaxpr)
     changed = dict(
         fwd_jaxpr=_compat.close_jaxpr(jaxpr),
         num_consts=len(consts) + params["num_consts"],
@@ -138,36 +138,36 @@ def _count_iterations(params: dict[str, Any], inside: Inside) -> dict[str, Tally
 
 
 @rule("scan", count=_count_iterations)
-def _scan(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _scan(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     n_consts, n_carry = _compat.scan_split(params)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     options, jaxpr = _compat.scan_options(params), params["jaxpr"]
     length = options["length"]
 
-    def iterate(run: Run, init: list[Any], xs: list[Any], length: int) -> list[Any]:
-        def step(inner: Run, c: list[Any], x: list[Any]) -> list[Any]:
+    def iterate(frame: Frame, init: list[Any], xs: list[Any], length: int) -> list[Any]:
+        def step(inner: Frame, c: list[Any], x: list[Any]) -> list[Any]:
             return interpret(inner, jaxpr, [*consts, *c, *x])
 
-        return _loop(run, step, init, xs, {**options, "length": length})
+        return _loop(frame, step, init, xs, {**options, "length": length})
 
-    blocks = run.handler.split(run, [jaxpr])
+    blocks = frame.handler.split(frame, [jaxpr])
     if blocks is None:
-        return iterate(run, init, xs, length)
+        return iterate(frame, init, xs, length)
 
-    def block(run: Run, init: list[Any], xs: list[Any], length: int, room_for: int | None = None) -> list[Any]:
-        return blocks.run(run, True, lambda inner: iterate(inner, init, xs, length), room_for)
+    def block(frame: Frame, init: list[Any], xs: list[Any], length: int, room_for: int | None = None) -> list[Any]:
+        return blocks.run(frame, True, lambda inner: iterate(inner, init, xs, length), room_for)
 
-    def part(run: Run, init: list[Any], xs: list[Any], length: int) -> list[Any]:
+    def part(frame: Frame, init: list[Any], xs: list[Any], length: int) -> list[Any]:
         """So few iterations that all their events fit."""
-        blocks.flush(run, room_for=length)
-        return block(run, init, xs, length, room_for=0)
+        blocks.flush(frame, room_for=length)
+        return block(frame, init, xs, length, room_for=0)
 
     count, rest = divmod(length, blocks.iterations)
     if not count or length == blocks.iterations:
-        return part(run, init, xs, length)
-    blocks.flush(run)
+        return part(frame, init, xs, length)
+    blocks.flush(frame)
 
-    def step(inner: Run, c: list[Any], x: list[Any]) -> list[Any]:
+    def step(inner: Frame, c: list[Any], x: list[Any]) -> list[Any]:
         return block(inner, c, x, blocks.iterations)
 
     # What is left over comes last; that is the beginning if the loop runs backwards.
@@ -175,17 +175,17 @@ def _scan(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
     parts = [[x[:cut] for x in xs], [x[cut:] for x in xs]]
     main, left = parts[::-1] if options["reverse"] else parts
     main = [x.reshape(count, blocks.iterations, *x.shape[1:]) for x in main]
-    outs = _loop(run, step, init, main, {**options, "length": count, "unroll": 1})
+    outs = _loop(frame, step, init, main, {**options, "length": count, "unroll": 1})
     carry, ys = outs[:n_carry], [y.reshape(length - rest, *y.shape[2:]) for y in outs[n_carry:]]
     if rest:
-        outs = part(run, carry, left, rest)
+        outs = part(frame, carry, left, rest)
         carry, halves = outs[:n_carry], zip(ys, outs[n_carry:], strict=True)
         ys = [jnp.concatenate(pair[::-1] if options["reverse"] else pair) for pair in halves]
     return [*carry, *ys]
 
 
-def _loop(run: Run, step: Callable[..., list[Any]], init: list[Any], xs: list[Any], options: Any) -> list[Any]:
-    """`lax.scan` of `step(run, carry, x)`."""
+def _loop(frame: Frame, step: Callable[..., list[Any]], init: list[Any], xs: list[Any], options: Any) -> list[Any]:
+    """`lax.scan` of `step(frame, carry, x)`."""
     n_carry = len(init)
 
     def attempt(state: Any) -> list[Any]:
@@ -194,32 +194,32 @@ def _loop(run: Run, step: Callable[..., list[Any]], init: list[Any], xs: list[An
 
         def body(carry: Any, x: Any) -> Any:
             state, c = carry
-            inner = run.block(state)
+            inner = frame.block(state)
             with _compat.given_up_by(Retrace):
                 outs = step(inner, c, x)
-                run.require_type(inner, state)
+                frame.require_type(inner, state)
             keys.update(inner.keys)
             return (inner.state, outs[:n_carry]), (outs[n_carry:], inner.piece())
 
         (state, carry), (ys, piece) = lax.scan(body, (state, init), xs, **options)
         if not options["length"]:
             keys = dict.fromkeys(keys, False)
-        run.absorb(state, run.handler.unroll(piece, options["reverse"]), keys)
+        frame.absorb(state, frame.handler.unroll(piece, options["reverse"]), keys)
         return [*carry, *ys]
 
-    return run.settle(attempt)
+    return frame.settle(attempt)
 
 
 @rule("while")
-def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
-    if not any(wants_any(run.handler, params[name], run.inside) for name in ("cond_jaxpr", "body_jaxpr")):
-        if not run.handler.in_place:
-            run = Run(Drop(), (), path=run.inside)
-        return _same_while(run, primitive, params, args)
-    if run.handler.masks_lanes:
+def _while(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    if not any(wants_any(frame.handler, params[name], frame.inside) for name in ("cond_jaxpr", "body_jaxpr")):
+        if not frame.handler.in_place:
+            frame = Frame(Drop(), (), path=frame.inside)
+        return _same_while(frame, primitive, params, args)
+    if frame.handler.masks_lanes:
         params, args = _masking.masked_loop(params, args)
-    if run.handler.in_place:
-        return _same_while(run, primitive, params, args)
+    if frame.handler.in_place:
+        return _same_while(frame, primitive, params, args)
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
     cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
@@ -230,16 +230,16 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
     batched = bool(decision.shape)
     evaluate = _compat.jaxpr_as_fun(cond_jaxpr)
 
-    def test(inner: Run, c: list[Any]) -> Any:
+    def test(inner: Frame, c: list[Any]) -> Any:
         (pred,) = interpret(inner, cond_jaxpr, [*cond_consts, *c])
         return jnp.any(pred) if batched else pred
 
-    def step(inner: Run, c: list[Any], pred: Any) -> tuple[list[Any], Any]:
+    def step(inner: Frame, c: list[Any], pred: Any) -> tuple[list[Any], Any]:
         new = interpret(inner, body_jaxpr, [*body_consts, *c])
         c = _where(evaluate(*cond_consts, *c)[0], new, c) if batched else new
         return c, test(inner, c) if cond_logs else None
 
-    def iterate(run: Run, step: Any, c: list[Any], pred: Any, limit: int | None = None) -> tuple[list[Any], Any]:
+    def iterate(frame: Frame, step: Any, c: list[Any], pred: Any, limit: int | None = None) -> tuple[list[Any], Any]:
         """Loop while the condition holds, up to `limit` times. A condition that logs is carried, as `pred`."""
 
         def attempt(state: Any) -> tuple[list[Any], Any]:
@@ -248,48 +248,48 @@ def _while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) ->
 
             def go_on(carry: Any) -> Any:
                 state, c, pred, n = carry
-                pred = pred if cond_logs else test(run.block(state), c)
+                pred = pred if cond_logs else test(frame.block(state), c)
                 return pred if limit is None else pred & (n < limit)
 
             def body(carry: Any) -> Any:
                 state, c, pred, n = carry
-                inner = run.block(state, unbounded=True, decision=decision)
+                inner = frame.block(state, unbounded=True, decision=decision)
                 with _compat.given_up_by(Retrace):
                     c, pred = step(inner, c, pred)
-                    run.require_type(inner, state)
+                    frame.require_type(inner, state)
                 keys.update(dict.fromkeys(inner.keys, False))
                 return inner.state, c, pred, None if n is None else n + 1
 
             n = None if limit is None else jnp.zeros((), jnp.int32)
             state, carry, pred_out, _ = lax.while_loop(go_on, body, (state, c, pred, n))
-            run.absorb(_decided(run, decision, [cond_jaxpr, body_jaxpr], state), (), keys)
+            frame.absorb(_decided(frame, decision, [cond_jaxpr, body_jaxpr], state), (), keys)
             return carry, pred_out
 
-        return run.settle(attempt)
+        return frame.settle(attempt)
 
     pred = None
     if cond_logs:
         # The first evaluation: the others are made after every iteration, where their events belong.
-        first = run.block(run.state, unbounded=True)
+        first = frame.block(frame.state, unbounded=True)
         pred = test(first, init)
-        run.absorb(first.state, (), first.keys)
-    blocks = run.handler.split(run, [cond_jaxpr, body_jaxpr])
+        frame.absorb(first.state, (), first.keys)
+    blocks = frame.handler.split(frame, [cond_jaxpr, body_jaxpr])
     if blocks is None:
-        return iterate(run, step, init, pred)[0]
+        return iterate(frame, step, init, pred)[0]
 
-    def block(run: Run, c: list[Any], pred: Any) -> tuple[list[Any], Any]:
-        return blocks.run(run, False, lambda inner: iterate(inner, step, c, pred, blocks.iterations))
+    def block(frame: Frame, c: list[Any], pred: Any) -> tuple[list[Any], Any]:
+        return blocks.run(frame, False, lambda inner: iterate(inner, step, c, pred, blocks.iterations))
 
-    blocks.flush(run)
-    return iterate(run, block, init, pred)[0]
+    blocks.flush(frame)
+    return iterate(frame, block, init, pred)[0]
 
 
-def _same_while(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _same_while(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """The same loop with other jaxprs, and without the constants that only what is gone had asked for."""
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     changed, consts = {}, []
     for name, count in (("cond", n_cond), ("body", n_body)):
-        jaxpr, used = _compat.without_unused(transformed(run, params[f"{name}_jaxpr"], ()).jaxpr, count)
+        jaxpr, used = _compat.without_unused(transformed(frame, params[f"{name}_jaxpr"], ()).jaxpr, count)
         kept = [x for x, u in zip(args[:count], used, strict=True) if u]
         changed[f"{name}_jaxpr"], changed[f"{name}_nconsts"] = jaxpr, len(kept)
         consts, args = [*consts, *kept], args[count:]
@@ -314,9 +314,9 @@ def _varying_like(decision: Any, tree: Any) -> Any:
     return map_laned(lambda x, _: x.map(lambda a: _compat.vary_over(a, axes)), tree) if axes else tree
 
 
-def _decided(run: Run, decision: Any, jaxprs: Sequence[Any], state: Any) -> Any:
+def _decided(frame: Frame, decision: Any, jaxprs: Sequence[Any], state: Any) -> Any:
     """The same for the state that these jaxprs have left, as far as it concerns what they log."""
-    inside, rejoin = run.handler.split_state(state, set().union(*[_logged_keys(run, jaxpr) for jaxpr in jaxprs]))
+    inside, rejoin = frame.handler.split_state(state, set().union(*[_logged_keys(frame, jaxpr) for jaxpr in jaxprs]))
     return rejoin(_varying_like(decision, inside))
 
 
@@ -345,18 +345,18 @@ def _count_branches(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
 
 
 @rule("cond", count=_count_branches, looks_around=True)
-def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any], place: Place | None) -> list[Any]:
-    if run.handler.masks_lanes and place is not None:
+def _cond(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any], place: Place | None) -> list[Any]:
+    if frame.handler.masks_lanes and place is not None:
         params, args = _masked_cond(params, args, place)
     index, *operands = args
 
     def attempt(state: Any) -> list[Any]:
         state = _compat.on_mesh_of(args, state)
-        entries = [transformed(run, branch, state, decision=_compat.aval_of(index)) for branch in params["branches"]]
+        entries = [transformed(frame, branch, state, decision=_compat.aval_of(index)) for branch in params["branches"]]
         jaxprs, first = [e.jaxpr for e in entries], entries[0]
         leaves, types = jax.tree.leaves(state), _compat.in_avals(first.jaxpr)
         treedef = jax.tree.structure(first.piece)
-        unify = run.handler.unify([e.piece for e in entries])
+        unify = frame.handler.unify([e.piece for e in entries])
         if unify is not None:
             box: list[Any] = []
 
@@ -379,14 +379,14 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any], pla
         decision = jax.typeof(index)
         state = jax.tree.unflatten(jax.tree.structure(first.struct), state)
         piece = _varying_like(decision, jax.tree.unflatten(treedef, _compat.on_mesh_of(args, piece)))
-        run.absorb(_decided(run, decision, params["branches"], state), piece, keys)
-        if not run.handler.in_place:
+        frame.absorb(_decided(frame, decision, params["branches"], state), piece, keys)
+        if not frame.handler.in_place:
             return list(outs)
         # As JAX does, which has not seen what is left of the branches: if they all do nothing, there is no cond.
         passed = _compat.passed_on(jaxprs)
         return [out if n is None else operands[n] for out, n in zip(outs, passed, strict=True)]
 
-    return run.settle(attempt)
+    return frame.settle(attempt)
 
 
 # --- functions with derivative rules of their own ------------------------------------------------
@@ -399,12 +399,14 @@ def _cond(run: Run, primitive: Any, params: dict[str, Any], args: list[Any], pla
     runs=lambda params: [params["call_jaxpr"]],
     looks_around=True,
 )
-def _custom_call(run: Run, primitive: Any, params: dict[str, Any], args: list[Any], place: Place | None) -> list[Any]:
+def _custom_call(
+    frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any], place: Place | None
+) -> list[Any]:
     assert place is not None  # these are traced before they are rebuilt
     jaxpr, eqn, call_jaxpr = place.jaxpr, place.eqn, params["call_jaxpr"]
     if not _compat.has_logs(call_jaxpr):
         with _compat.take_current_trace() as parent:
-            around = functools.partial(silenced, run.handler)
+            around = functools.partial(silenced, frame.handler)
             with _compat.set_current_trace(RuleTrace(parent, around)):
                 return _compat.eval_equation(jaxpr, eqn, args)
 
@@ -417,7 +419,7 @@ def _custom_call(run: Run, primitive: Any, params: dict[str, Any], args: list[An
         return _compat.eval_equation(jaxpr, eqn, [*consts, *xs])
 
     wrap = _with_jvp_of if eqn.primitive.name == "custom_jvp_call" else _with_vjp_of
-    return _with_rule_of(run, original, call_jaxpr, consts, args, wrap)
+    return _with_rule_of(frame, original, call_jaxpr, consts, args, wrap)
 
 
 def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
@@ -425,11 +427,11 @@ def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
     return run_function(handler.for_rules(), fun, args, {}, whole=False)[0]
 
 
-def _logged_keys(run: Run, jaxpr: Any) -> set[str]:
-    return set(tally(jaxpr, run.inside, lambda meta, path: [path + key for key in meta.keys]))
+def _logged_keys(frame: Frame, jaxpr: Any) -> set[str]:
+    return set(tally(jaxpr, frame.inside, lambda meta, path: [path + key for key in meta.keys]))
 
 
-def _with_rule_of(run: Run, original: Any, jaxpr: Any, consts: list[Any], args: list[Any], wrap: Any) -> list[Any]:
+def _with_rule_of(frame: Frame, original: Any, jaxpr: Any, consts: list[Any], args: list[Any], wrap: Any) -> list[Any]:
     """Run `jaxpr` for values and logs, such that it is differentiated like `original`.
 
     Only the keys that are logged inside take part: the rule knows nothing of logs, so what passes through is constant
@@ -437,23 +439,23 @@ def _with_rule_of(run: Run, original: Any, jaxpr: Any, consts: list[Any], args: 
     """
 
     def attempt(state: Any) -> list[Any]:
-        inside, rejoin = run.handler.split_state(state, _logged_keys(run, jaxpr))
+        inside, rejoin = frame.handler.split_state(state, _logged_keys(frame, jaxpr))
         try:
-            entry = transformed(run, jaxpr, inside)
+            entry = transformed(frame, jaxpr, inside)
         except Grown as grown:
-            raise Grown(run, types_of(rejoin(grown.struct))) from None
+            raise Grown(frame, types_of(rejoin(grown.struct))) from None
         leaves = jax.tree.leaves(inside)
         evaluate = _compat.jaxpr_as_fun(entry.jaxpr)
 
         def fun(*xs: Any) -> Any:
             return evaluate(*xs[: len(leaves)], *consts, *xs[len(leaves) :])
 
-        wrapped = wrap(run.handler, fun, original, entry.outs, len(leaves))
+        wrapped = wrap(frame.handler, fun, original, entry.outs, len(leaves))
         outs, inside, piece = entry.unpack(wrapped(*leaves, *args))
-        run.absorb(rejoin(inside), piece, entry.keys)
+        frame.absorb(rejoin(inside), piece, entry.keys)
         return outs
 
-    return run.settle(attempt)
+    return frame.settle(attempt)
 
 
 def _extra(fun: Any, args: Any, n_outs: int) -> list[Any]:
@@ -528,10 +530,10 @@ def _no_tangent(x: Any) -> Any:
 
 
 @rule("custom_linear_solve", count=once, runs=lambda params: [params["jaxprs"].solve])
-def _linear_solve(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _linear_solve(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
-    if run.handler.in_place:
-        stripped = type(jaxprs)(*[j and transformed(run, j, run.state).jaxpr for j in jaxprs])
+    if frame.handler.in_place:
+        stripped = type(jaxprs)(*[j and transformed(frame, j, frame.state).jaxpr for j in jaxprs])
         return primitive.bind(*args, **dict(params, jaxprs=stripped))
     start = lengths.matvec + lengths.vecmat
     consts, b = args[start : start + lengths.solve], args[sum(lengths) :]
@@ -547,25 +549,25 @@ def _linear_solve(run: Run, primitive: Any, params: dict[str, Any], args: list[A
     solve = _compat.make_jaxpr(
         lambda *xs: _compat.jaxpr_as_fun(jaxprs.solve)(*xs[n_rest:]), types_of([*rest, *consts, *b])
     )
-    return _with_rule_of(run, original, solve, [], [*rest, *consts, *b], _with_jvp_of)
+    return _with_rule_of(frame, original, solve, [], [*rest, *consts, *b], _with_jvp_of)
 
 
 @rule("call_hi_primitive")
-def _high(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _high(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """Primitives of JAX's newer kind: custom_root from 0.11.2; remat and custom derivatives behind flags on 0.12."""
     prim = params["_prim"]
     if type(prim).__name__ == "RematTraced":
 
         def attempt(state: Any) -> list[Any]:
-            entry = transformed(run, prim.jaxpr, state)
+            entry = transformed(frame, prim.jaxpr, state)
             jaxpr, consts = _compat.without_consts(entry.jaxpr)
             leaves = jax.tree.leaves(state)
             widened = _compat.widen_high_remat(prim, jaxpr, len(consts) + len(leaves))
             outs, state, piece = entry.unpack(widened(*consts, *leaves, *args))
-            run.absorb(state, piece, entry.keys)
+            frame.absorb(state, piece, entry.keys)
             return outs
 
-        return run.settle(attempt)
+        return frame.settle(attempt)
 
     def expand(*xs: Any) -> list[Any]:
         return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, xs)))
@@ -575,14 +577,14 @@ def _high(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> 
 
     jaxpr = _compat.make_jaxpr(expand, types_of(args))
     wrap = _with_jvp_of if type(prim).__name__ == "CustomJVPTraced" else _with_vjp_of
-    return _with_rule_of(run, original, jaxpr, [], args, wrap)
+    return _with_rule_of(frame, original, jaxpr, [], args, wrap)
 
 
 @rule(_compat.LOG_GRAD_NAME)
-def _log_grad(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _log_grad(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """It logs when the function is differentiated from outside, which makes it a derivative rule like others."""
-    handler, event = run.handler.for_rules(), params["event"]
-    if not handler.wants(event, run.inside):
+    handler, event = frame.handler.for_rules(), params["event"]
+    if not handler.wants(event, frame.inside):
         return args[: event.treedef.num_leaves]
     seen = event.seen or isinstance(handler, MarkSeen)
     return primitive.bind(*args, event=dataclasses.replace(event, seen=seen))
@@ -592,7 +594,7 @@ def _log_grad(run: Run, primitive: Any, params: dict[str, Any], args: list[Any])
 
 
 @rule("shard_map", count=once)
-def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _shard_map(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """What varies over devices leaves with a device axis, as the outermost lane; what does not leaves as it is."""
     jaxpr, mesh, check = params["jaxpr"], params["mesh"], params["check_vma"]
     manual = _compat.manual_axes(params)
@@ -641,21 +643,21 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
         return laned if sharding is None else laned.map(lambda x: _compat.shard_axes(x, {lead: sharding}))
 
     def attempt(state: Any) -> list[Any]:
-        inside, rejoin = run.handler.split_state(state, _logged_keys(run, jaxpr))
+        inside, rejoin = frame.handler.split_state(state, _logged_keys(frame, jaxpr))
         inside = map_laned(at_the_door, map_laned(_with_device_flag, inside))
         box: dict[str, Any] = {}
 
         def body(given: Any, *xs: Any) -> Any:
             given = map_laned(enter, given)
-            inner = run.block(given)
+            inner = frame.block(given)
             # Unless JAX checks what varies, types do not tell: not of the axes around either.
             inner.alike = inner.alike | manual if check else frozenset()
             with _compat.given_up_by(Retrace):
                 outs = interpret(inner, jaxpr, xs)
                 try:
-                    run.require_type(inner, given)
+                    frame.require_type(inner, given)
                 except Grown as grown:
-                    raise Grown(run, types_of(rejoin(map_laned(outside, grown.struct)))) from None
+                    raise Grown(frame, types_of(rejoin(map_laned(outside, grown.struct)))) from None
             state, piece = map_laned(leave, (inner.state, inner.piece()))
             left = state, jax.tree.map(Series.even, piece, is_leaf=lambda x: isinstance(x, Series))
             box.update(keys=inner.keys, specs=map_laned(spec, left, everywhere))
@@ -669,10 +671,10 @@ def _shard_map(run: Run, primitive: Any, params: dict[str, Any], args: list[Any]
         with rebuilding():
             rebuilt = sharded(body, in_specs=in_specs, out_specs=(outs_specs, box["specs"]))
             outs, (inside, piece) = rebuilt(inside, *args)
-        run.absorb(rejoin(inside), piece, box["keys"])
+        frame.absorb(rejoin(inside), piece, box["keys"])
         return outs
 
-    return run.settle(attempt)
+    return frame.settle(attempt)
 
 
 def _with_device_flag(laned: Laned, lead: int) -> Laned:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lox._engine import _interpret
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import Run
+from lox._engine._interpret import Frame
 from lox._engine._primitive import bind
 from lox._engine._select import Names, Selection
 from lox._transforms import _call
@@ -37,7 +37,7 @@ class Remove(_interpret.Drop):
         """Those that stay."""
         return bool(self.staying(meta, path))
 
-    def event(self, run: Run, event: Event) -> None:
+    def event(self, frame: Frame, event: Event) -> None:
         """Bind again what stays."""
         staying = self.staying(event, event.path)
         if staying:

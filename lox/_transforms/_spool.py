@@ -16,7 +16,7 @@ from lox._data._logdict import logdict, warn_of_dropped
 from lox._data._series import Series
 from lox._engine import _interpret
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import Handler, Run, Tally
+from lox._engine._interpret import Frame, Handler, Tally
 from lox._engine._primitive import bind
 from lox._engine._select import Names, Selection
 from lox._transforms import _call
@@ -58,7 +58,7 @@ class Collect(Handler):
         found = dict(self.reduce).get(key, own) if isinstance(self.reduce, tuple) else own or self.reduce
         return None if found is not None and found.name == "append" else found
 
-    def event(self, run: Run, event: Event) -> None:
+    def event(self, frame: Frame, event: Event) -> None:
         """Take the selected keys."""
         if self.keep_logs:
             bind(event.replace(seen=True))
@@ -67,24 +67,24 @@ class Collect(Handler):
         event = event.owned() if keys else event
         for key in keys:
             reduction = self.reduction(key, event.reductions[key])
-            held = run.state.get(key)
+            held = frame.state.get(key)
             if isinstance(held, Room):
                 held = held.buffer(key, event) if reduction is None else None
             if held is not None:
                 self._check_same_reduction(held, reduction, key, event)
                 held = held.fitting(event).take(event)
             elif reduction is not None:
-                self._check_not_stacked(run, key, reduction, event)
+                self._check_not_stacked(frame, key, reduction, event)
                 held = Fold.empty(reduction, key, event, self.interval or 1).take(event)
-            elif run.unbounded:
+            elif frame.unbounded:
                 capacity = self._capacity(key, event.site)
                 held = Buffer.empty(capacity, key, event, self.interval or 1).take(event)
             if held is not None:
-                run.state = {**run.state, key: held}
+                frame.state = {**frame.state, key: held}
             else:
                 series = event.series(key)
-                run.collect({key: series.expanded() if run.in_python_loop() else series})
-            run.note(key, event.mask is None)
+                frame.collect({key: series.expanded() if frame.in_python_loop() else series})
+            frame.note(key, event.mask is None)
 
     def _capacity(self, key: str, site: str) -> int:
         capacity = dict(self.capacity).get(key) if isinstance(self.capacity, tuple) else self.capacity
@@ -99,9 +99,9 @@ class Collect(Handler):
             site = held.site if isinstance(held, Fold) else held.rows.site
             raise _errors.mismatch(key, "reductions", _name(before), str(site), _name(reduction), event.site)
 
-    def _check_not_stacked(self, run: Run, key: str, reduction: Any, event: Event) -> None:
-        thinned = [{key: series} for series in run.notes[key].kept] if key in run.notes else []
-        for piece in [*thinned, *run.pieces]:
+    def _check_not_stacked(self, frame: Frame, key: str, reduction: Any, event: Event) -> None:
+        thinned = [{key: series} for series in frame.notes[key].kept] if key in frame.notes else []
+        for piece in [*thinned, *frame.pieces]:
             if key in piece:
                 site = str(piece[key].site)
                 raise _errors.mismatch(key, "reductions", _name(None), site, _name(reduction), event.site)
@@ -111,53 +111,53 @@ class Collect(Handler):
         own = {path + key: how for key, how in zip(meta.keys, meta.reductions, strict=True)}
         return [key for key in self.selection.keys(meta, path) if self.reduction(key, own[key]) is None]
 
-    def before(self, run: Run, find: Callable[[], dict[str, Tally]]) -> None:
+    def before(self, frame: Frame, find: Callable[[], dict[str, Tally]]) -> None:
         """With an interval, make room for what loops will keep: the other events are not even stored."""
         if self.interval is None:
             return
         for key, tally in find().items():
-            if tally.looped and tally.count < math.inf and key not in run.state:
-                note = self._thin_out(run, key)
+            if tally.looped and tally.count < math.inf and key not in frame.state:
+                note = self._thin_out(frame, key)
                 known = note.seen if tally.exact and isinstance(note.seen, int) else None
                 room = Room.within(int(tally.count), self.interval, _as_laned(note.seen), known)
-                run.state = {**run.state, key: room}
+                frame.state = {**frame.state, key: room}
                 note.coming = tally
 
-    def after(self, run: Run, completed: bool) -> None:
+    def after(self, frame: Frame, completed: bool) -> None:
         """Put away what was kept."""
-        for key, note in run.notes.items():
+        for key, note in frame.notes.items():
             if note.coming is None:
                 continue
-            held, tally, note.coming = run.state[key], note.coming, None
-            run.state = {k: v for k, v in run.state.items() if k != key}
+            held, tally, note.coming = frame.state[key], note.coming, None
+            frame.state = {k: v for k, v in frame.state.items() if k != key}
             if isinstance(held, Room) or not completed:  # nothing came
                 continue
             if isinstance(held, Fold):
-                run.state = {**run.state, key: held}
+                frame.state = {**frame.state, key: held}
             elif tally.exact and isinstance(note.seen, int):
-                self.check(run, {key: held.full()})
+                self.check(frame, {key: held.full()})
                 note.kept.append(held.full())
                 note.seen += int(tally.count)
             else:
-                self.check(run, {key: held.rows})
+                self.check(frame, {key: held.rows})
                 note.kept.append(held.finish(certain=False))
                 note.seen = held.seen
 
-    def _thin_out(self, run: Run, key: str) -> Any:
+    def _thin_out(self, frame: Frame, key: str) -> Any:
         """Apply the interval to what was stacked of a key."""
         assert self.interval is not None
-        note = run.notes.setdefault(key, Thinned([], 0, None))
-        stacked = run.piece() if run.pieces else {}
+        note = frame.notes.setdefault(key, Thinned([], 0, None))
+        stacked = frame.piece() if frame.pieces else {}
         if key in stacked:
             kept, note.seen = _series.every(stacked.pop(key), self.interval, note.seen)
             note.kept.append(kept)
-            run.pieces = [stacked] if stacked else []
+            frame.pieces = [stacked] if stacked else []
         return note
 
-    def check(self, run: Run, piece: dict[str, Series]) -> None:
+    def check(self, frame: Frame, piece: dict[str, Series]) -> None:
         """Now and not at the end: the result of a long computation must not be lost for its logs."""
         for key, series in piece.items():
-            _series.check_fit_all(run.models.setdefault(key, {}), series)
+            _series.check_fit_all(frame.models.setdefault(key, {}), series)
 
     def gather(self, pieces: list[dict[str, Series]]) -> dict[str, Series]:
         """Key by key."""
@@ -183,18 +183,18 @@ class Collect(Handler):
 
         return [fit] * len(pieces)
 
-    def allows(self, run: Run, struct: dict[str, Any]) -> bool:
+    def allows(self, frame: Frame, struct: dict[str, Any]) -> bool:
         """Keys may begin inside, unless there were events of them before that have to be put in front."""
-        stacked = {key for piece in run.pieces for key in piece}
-        return not any(key not in run.state and (key in stacked or key in run.notes) for key in struct)
+        stacked = {key for piece in frame.pieces for key in piece}
+        return not any(key not in frame.state and (key in stacked or key in frame.notes) for key in struct)
 
-    def extend(self, run: Run, struct: dict[str, Any]) -> None:
+    def extend(self, frame: Frame, struct: dict[str, Any]) -> None:
         """Keys that are new begin empty, or with what was stacked of them before."""
         state = {}
-        stacked = run.piece() if run.pieces else {}
+        stacked = frame.piece() if frame.pieces else {}
         for key, target in struct.items():
-            held = run.state.get(key)
-            note = run.notes.pop(key, None) if held is None else None
+            held = frame.state.get(key)
+            note = frame.notes.pop(key, None) if held is None else None
             if note is not None:  # a key that was thinned out so far, and is now met in a loop of unknown length
                 every_event = dataclasses.replace(Buffer.from_struct(target), interval=1)
                 kept = _series.concatenate(note.kept)
@@ -216,7 +216,7 @@ class Collect(Handler):
                 state[key] = type(target).from_struct(target)
             else:
                 state[key] = held.conform(target)
-        run.state, run.pieces = state, [stacked] if stacked else []
+        frame.state, frame.pieces = state, [stacked] if stacked else []
 
     def split_state(self, state: dict[str, Any], keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
         """By key."""
@@ -251,21 +251,21 @@ def _alike(a: dict[str, Series], b: dict[str, Series]) -> bool:
     )
 
 
-def finish(handler: Collect, run: Run, prefix: str) -> logdict:
-    """What a run has collected, as users see it."""
-    found: dict[str, Series] = dict(run.piece() if run.pieces else {})
+def finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
+    """What a frame has collected, as users see it."""
+    found: dict[str, Series] = dict(frame.piece() if frame.pieces else {})
     if handler.interval is not None:
-        for key in [*found, *run.notes]:
-            note = handler._thin_out(run, key)
+        for key in [*found, *frame.notes]:
+            note = handler._thin_out(frame, key)
             found[key] = _series.concatenate(note.kept)
     reduced, dropped = set(), {}
-    for key, held in run.state.items():
-        found[key] = held.finish(run.keys.get(key, False))
+    for key, held in frame.state.items():
+        found[key] = held.finish(frame.keys.get(key, False))
         if isinstance(held, Fold):
             reduced.add(prefix + key)
         else:
             dropped[prefix + key] = held.dropped()
-    ordered = [dataclasses.replace(found[k], key=prefix + k if prefix else k) for k in run.keys if k in found]
+    ordered = [dataclasses.replace(found[k], key=prefix + k if prefix else k) for k in frame.keys if k in found]
     logs = logdict.from_series(ordered, reduced)
     logs.dropped = dropped
     return logs
@@ -335,9 +335,9 @@ def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Calla
     """`spool` with options that have been looked at."""
 
     def collect(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
-        out, run = _interpret.run_function(handler, fun, args, kwargs)
+        out, frame = _interpret.run_function(handler, fun, args, kwargs)
         with _compat.own_transfers():
-            return out, finish(handler, run, prefix)
+            return out, finish(handler, frame, prefix)
 
     @functools.wraps(fun)
     def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:

@@ -21,7 +21,7 @@ from lox._data._logdict import joined, logdict
 from lox._data._series import Series, Site, check_fit_all
 from lox._engine import _emit, _interpret
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import Handler, Run, Tally
+from lox._engine._interpret import Frame, Handler, Tally
 from lox._engine._primitive import bind
 from lox._engine._select import Names, Selection
 from lox._engine._sink import show
@@ -220,52 +220,52 @@ class Stream(Handler):
             token = _emit.emit(self.deliver, _signal(_BEGIN), token)
         return {"token": token, "held": {}, "counts": {}}
 
-    def event(self, run: Run, event: Event) -> None:
+    def event(self, frame: Frame, event: Event) -> None:
         """Emit or reduce the selected keys, and let all flow on."""
         original, event = event, event.in_scope()
         selected = self.collect.selection.keys(event)
         reduced = [k for k in selected if self.collect.reduction(k, event.reductions[k]) is not None]
         if reduced:
-            inner = Run(self._fold, run.state["held"], run.unbounded)
+            inner = Frame(self._fold, frame.state["held"], frame.unbounded)
             self._fold.event(inner, event.only(reduced))
-            run.state = {**run.state, "held": inner.state}
+            frame.state = {**frame.state, "held": inner.state}
             if self.buffer:
-                enough = self.take_reduced(run, dict.fromkeys(reduced, self.buffer))
-                self.emit_block(run, [], enough, conditional=self.buffer > 1)
+                enough = self.take_reduced(frame, dict.fromkeys(reduced, self.buffer))
+                self.emit_block(frame, [], enough, conditional=self.buffer > 1)
         direct = [k for k in selected if k not in reduced]
         interval = self.collect.interval
         if direct and interval is None:
-            self._emit(run, event.only(direct).prefixed(self.prefix))
+            self._emit(frame, event.only(direct).prefixed(self.prefix))
         elif direct and interval is not None:
-            self._emit_if_due(run, event.only(direct), interval)
+            self._emit_if_due(frame, event.only(direct), interval)
         for key in selected:
-            run.note(key, event.mask is None)
+            frame.note(key, event.mask is None)
         bind(original.replace(seen=True))
 
     @functools.cached_property
     def _fold(self) -> Collect:
         return dataclasses.replace(self.collect, keep_logs=False)
 
-    def _emit(self, run: Run, event: Event) -> None:
+    def _emit(self, frame: Frame, event: Event) -> None:
         def emit(keys: list[str], token: Any) -> Any:
-            return _emit.emit(self.deliver, self.leaving(run, event.only(keys)), token)
+            return _emit.emit(self.deliver, self.leaving(frame, event.only(keys)), token)
 
         shared = [*event.steps.values(), event.mask]
-        token = _emit.once(emit, {k: [*x, *shared] for k, x in event.values.items()}, run.alike, run.state["token"])
-        run.state = {**run.state, "token": token}
+        token = _emit.once(emit, {k: [*x, *shared] for k, x in event.values.items()}, frame.alike, frame.state["token"])
+        frame.state = {**frame.state, "token": token}
 
-    def leaving(self, run: Run, event: Event) -> Event:
+    def leaving(self, frame: Frame, event: Event) -> Event:
         """An event as it leaves for the host."""
-        del run
+        del frame
         return event
 
-    def series_leaving(self, run: Run, series: Series) -> Series:
+    def series_leaving(self, frame: Frame, series: Series) -> Series:
         """Several events of a key as they leave for the host."""
-        del run
+        del frame
         return series
 
-    def _emit_if_due(self, run: Run, event: Event, interval: int) -> None:
-        counts, due = dict(run.state["counts"]), {}
+    def _emit_if_due(self, frame: Frame, event: Event, interval: int) -> None:
+        counts, due = dict(frame.state["counts"]), {}
         for key in event.values:
             counter = counts.get(key) or Tick()
             due[key] = counter.count.map(lambda n: n % interval == 0)
@@ -284,25 +284,25 @@ class Stream(Handler):
                 reductions={**leaving.reductions, _DUE: None},
                 mask=Laned(_lanes.widen(mask, lanes).tree & any_due, lanes.flags),
             )
-            return _emit.emit(self.deliver, self.leaving(run, leaving), token, conditional=True)
+            return _emit.emit(self.deliver, self.leaving(frame, leaving), token, conditional=True)
 
         shared = [*event.steps.values(), event.mask]
         parts = {k: [*x, *shared, due[k]] for k, x in event.values.items()}
-        token = _emit.once(emit, parts, run.alike, run.state["token"])
-        run.state = {**run.state, "token": token, "counts": counts}
+        token = _emit.once(emit, parts, frame.alike, frame.state["token"])
+        frame.state = {**frame.state, "token": token, "counts": counts}
 
     # --- blocks of events ---
 
-    def split(self, run: Run, jaxprs: Iterable[Any]) -> "Blocks | None":
+    def split(self, frame: Frame, jaxprs: Iterable[Any]) -> "Blocks | None":
         """How to split a loop whose iterations run these jaxprs; None if it cannot be split."""
         if not self.buffer:
             return None
         total: dict[str, Tally] = {}
         stacked: set[str] = set()
         for jaxpr in jaxprs:
-            for key, found in _interpret.tally(jaxpr, run.inside, self.collect.selection.keys).items():
+            for key, found in _interpret.tally(jaxpr, frame.inside, self.collect.selection.keys).items():
                 total[key] = total.get(key, Tally()) + found
-            stacked.update(_interpret.tally(jaxpr, run.inside, self.collect.counts))
+            stacked.update(_interpret.tally(jaxpr, frame.inside, self.collect.counts))
         most = max((t.count for t in total.values()), default=0)
         if not most or most == math.inf:
             return None
@@ -320,22 +320,22 @@ class Stream(Handler):
             {key: n for key, n in counts.items() if key not in stacked},
         )
 
-    def emit_block(self, run: Run, stacked: list[Series], reduced: list[Series], conditional: bool = False) -> None:
+    def emit_block(self, frame: Frame, stacked: list[Series], reduced: list[Series], conditional: bool = False) -> None:
         """Emit several events of each key in one call; those that stand for several already leave at once."""
         if stacked or reduced:
-            order = {key: n for n, key in enumerate(run.keys)}
+            order = {key: n for n, key in enumerate(frame.keys)}
             series = {s.key: s for s in sorted([*stacked, *reduced], key=lambda s: order.get(s.key, len(order)))}
             deliver = AtOnce(self.deliver, frozenset(self.prefix + s.key for s in reduced))
 
             def emit(keys: list[str], token: Any) -> Any:
-                named = [self.series_leaving(run, dataclasses.replace(series[k], key=self.prefix + k)) for k in keys]
+                named = [self.series_leaving(frame, dataclasses.replace(series[k], key=self.prefix + k)) for k in keys]
                 return _emit.emit_block(deliver, named, token, conditional and not stacked)
 
-            run.state = {**run.state, "token": _emit.once(emit, series, run.alike, run.state["token"])}
+            frame.state = {**frame.state, "token": _emit.once(emit, series, frame.alike, frame.state["token"])}
 
-    def take_reduced(self, run: Run, at: dict[str, int]) -> list[Series]:
+    def take_reduced(self, frame: Frame, at: dict[str, int]) -> list[Series]:
         """The reductions of these keys, if they are of at least so many events; they begin anew."""
-        held, series = dict(run.state["held"]), []
+        held, series = dict(frame.state["held"]), []
         interval = self.collect.interval or 1
         for key, number in at.items():
             fold = held.get(key)
@@ -349,19 +349,19 @@ class Stream(Handler):
                 result = dataclasses.replace(result, valid=result.valid.map(lambda v, e=enough: v & e))
             series.append(result)
             held[key] = fold.restarted(enough)
-        run.state = {**run.state, "held": held}
+        frame.state = {**frame.state, "held": held}
         return series
 
-    def allows(self, run: Run, struct: dict[str, Any]) -> bool:
+    def allows(self, frame: Frame, struct: dict[str, Any]) -> bool:
         """Nothing is stacked outside of blocks."""
         return True
 
-    def extend(self, run: Run, struct: dict[str, Any]) -> None:
+    def extend(self, frame: Frame, struct: dict[str, Any]) -> None:
         """The token does not change its type; the rest is as for `spool`."""
         for part in ("held", "counts"):
-            inner = Run(self.collect, run.state[part])
+            inner = Frame(self.collect, frame.state[part])
             self.collect.extend(inner, struct[part])
-            run.state = {**run.state, part: inner.state}
+            frame.state = {**frame.state, part: inner.state}
 
     def split_state(self, state: dict[str, Any], keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
         """By key; the token always takes part."""
@@ -377,17 +377,17 @@ class Stream(Handler):
         """Only events of the primal are streamed."""
         return _interpret.MarkSeen()
 
-    def finish(self, run: Run) -> Any:
+    def finish(self, frame: Frame) -> Any:
         """Emit what was reduced; returns the last token."""
         if self.buffer:
-            self.emit_block(run, [], self.take_reduced(run, dict.fromkeys(run.state["held"], 1)))
-            self._emit(run, _signal(_FLUSH))
-            return run.state["token"]
-        for key in [k for k in run.keys if k in run.state["held"]]:
-            held = run.state["held"][key]
-            series = held.finish(run.keys.get(key, False))
-            self._emit(run, Event.from_series(series).prefixed(self.prefix))
-        return run.state["token"]
+            self.emit_block(frame, [], self.take_reduced(frame, dict.fromkeys(frame.state["held"], 1)))
+            self._emit(frame, _signal(_FLUSH))
+            return frame.state["token"]
+        for key in [k for k in frame.keys if k in frame.state["held"]]:
+            held = frame.state["held"][key]
+            series = held.finish(frame.keys.get(key, False))
+            self._emit(frame, Event.from_series(series).prefixed(self.prefix))
+        return frame.state["token"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,18 +399,18 @@ class Blocks:
     stacked: dict[str, int]
     reduced: dict[str, int]
 
-    def run(self, run: Run, bounded: bool, execute: Callable[[Run], Any], room_for: int | None = None) -> Any:
-        """Run as many iterations as fit, `execute(run)`, and emit their events in one call; then as `flush`."""
+    def run(self, frame: Frame, bounded: bool, execute: Callable[[Frame], Any], room_for: int | None = None) -> Any:
+        """Run as many iterations as fit, `execute(frame)`, and emit their events in one call; then as `flush`."""
         interval = self.stream.collect.interval
-        inner = Run(self.stream.collect, run.state["held"], path=run.inside)
+        inner = Frame(self.stream.collect, frame.state["held"], path=frame.inside)
         if interval is not None or not bounded:
             rooms = {}
             for key, count in self.stacked.items():
-                seen = run.state["counts"].get(key, Tick()).count
+                seen = frame.state["counts"].get(key, Tick()).count
                 rooms[key] = Room.within(count * self.iterations, interval or 1, seen, None)
             inner.state = {**inner.state, **rooms}
         out = execute(inner)
-        found, held, counts = dict(inner.piece() if inner.pieces else {}), {}, dict(run.state["counts"])
+        found, held, counts = dict(inner.piece() if inner.pieces else {}), {}, dict(frame.state["counts"])
         for key, state in inner.state.items():
             if isinstance(state, Fold):
                 held[key] = state
@@ -419,23 +419,23 @@ class Blocks:
                 if interval is not None:
                     counts[key] = Tick(state.seen, state.rows.site)
         for key, certain in inner.keys.items():
-            run.note(key, certain)
-        run.state = {**run.state, "held": held, "counts": counts}
-        self._emit(run, [found[key] for key in inner.keys if key in found], room_for)
+            frame.note(key, certain)
+        frame.state = {**frame.state, "held": held, "counts": counts}
+        self._emit(frame, [found[key] for key in inner.keys if key in found], room_for)
         return out
 
-    def flush(self, run: Run, room_for: int | None = None) -> None:
+    def flush(self, frame: Frame, room_for: int | None = None) -> None:
         """Emit what the loop's keys have been reduced to: all of it, or what makes room for that many iterations."""
-        self._emit(run, [], room_for)
+        self._emit(frame, [], room_for)
 
-    def _emit(self, run: Run, stacked: list[Series], room_for: int | None) -> None:
+    def _emit(self, frame: Frame, stacked: list[Series], room_for: int | None) -> None:
         buffer, interval = self.stream.buffer or 1, self.stream.collect.interval or 1
         at = dict.fromkeys(self.reduced, 1)
         if room_for is not None:
             for key, count in self.reduced.items():
                 at[key] = max(buffer - max(-(-count * room_for // interval), 1) + 1, 1)
-        reduced = self.stream.take_reduced(run, at)
-        self.stream.emit_block(run, stacked, reduced, conditional=max(at.values(), default=1) > 1)
+        reduced = self.stream.take_reduced(frame, at)
+        self.stream.emit_block(frame, stacked, reduced, conditional=max(at.values(), default=1) > 1)
 
 
 def tap(
@@ -520,9 +520,9 @@ def streaming(
         handler = kind(collect, deliver, prefix, buffer)
 
         def transform(fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> tuple[Any, Any]:
-            out, run = _interpret.run_function(handler, fun, args, kwargs, given)
+            out, frame = _interpret.run_function(handler, fun, args, kwargs, given)
             with _compat.own_transfers():
-                return out, handler.finish(run)
+                return out, handler.finish(frame)
 
         return finished(lambda: _call.call(fun, handler, transform, args, kwargs, given), kind.waits)
 

@@ -19,7 +19,7 @@ from lox._data._lanes import Laned
 from lox._data._logdict import logdict
 from lox._engine import _emit, _interpret
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import Handler, Run
+from lox._engine._interpret import Frame, Handler
 from lox._engine._primitive import bind
 from lox._engine._select import Names, Selection
 from lox._errors import NonFiniteError
@@ -95,7 +95,7 @@ class Watch(Handler):
         """Nothing has failed yet."""
         return {"token": _emit.new_token(), "failed": Laned(jnp.zeros((), bool))}
 
-    def event(self, run: Run, event: Event) -> None:
+    def event(self, frame: Frame, event: Event) -> None:
         """Check the selected keys, and let the event flow on as it is."""
         named = event.in_scope()
         selected = self.selection.keys(named)
@@ -107,25 +107,25 @@ class Watch(Handler):
             fails = functools.reduce(jnp.logical_or, [_lanes.widen(x, lanes).tree for x in bad])
             for x in mask:
                 fails &= _lanes.widen(x, lanes).tree
-            failed = jnp.any(run.state["failed"].tree)
+            failed = jnp.any(frame.state["failed"].tree)
             named = named.only(selected).replace(mask=Laned(fails & ~failed, lanes.flags))
 
             def report(_: Any, token: Any) -> Any:
                 return _emit.emit(Report(self.deliver, event.site), named, token, conditional=True)
 
-            token = _emit.once(report, {"": [named.values, named.steps, named.mask]}, run.alike, run.state["token"])
-            run.state = {"token": token, "failed": Laned(failed | jnp.any(fails))}
+            token = _emit.once(report, {"": [named.values, named.steps, named.mask]}, frame.alike, frame.state["token"])
+            frame.state = {"token": token, "failed": Laned(failed | jnp.any(fails))}
         bind(event)
 
-    def allows(self, run: Run, struct: Any) -> bool:
+    def allows(self, frame: Frame, struct: Any) -> bool:
         """The flag may come to vary over devices."""
         return True
 
-    def extend(self, run: Run, struct: Any) -> None:
+    def extend(self, frame: Frame, struct: Any) -> None:
         """Give the flag its type: inside shard_map it may vary over devices."""
         target = struct["failed"]
-        failed = Laned(typed_like(jnp.any(run.state["failed"].tree), target.tree), target.flags)
-        run.state = {**run.state, "failed": failed}
+        failed = Laned(typed_like(jnp.any(frame.state["failed"].tree), target.tree), target.flags)
+        frame.state = {**frame.state, "failed": failed}
 
     def for_rules(self) -> Handler:
         """Only events of the primal are checked."""
@@ -135,7 +135,7 @@ class Watch(Handler):
 class Untouched(_interpret.MarkSeen):
     """Lets every log flow on as it is."""
 
-    def event(self, run: Run, event: Event) -> None:
+    def event(self, frame: Frame, event: Event) -> None:
         """Bind it again."""
         bind(event)
 
@@ -194,8 +194,8 @@ def watch(
     handler = Watch(Selection.of(argnames, tags), deliver)
 
     def transform(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        out, run = _interpret.run_function(handler, fun, args, kwargs)
-        return out, run.state["token"]
+        out, frame = _interpret.run_function(handler, fun, args, kwargs)
+        return out, frame.state["token"]
 
     @functools.wraps(fun)
     def watched(*args: P.args, **kwargs: P.kwargs) -> R:

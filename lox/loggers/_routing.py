@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from lox._data._lanes import Laned
 from lox._data._series import Series
 from lox._engine._event import Event
-from lox._engine._interpret import Run
+from lox._engine._interpret import Frame
 from lox._transforms._tap import Stream
 from lox.loggers._prng import with_words
 
@@ -26,17 +26,17 @@ class RoutedStream(Stream):
 
     waits: ClassVar[bool] = False  # for the callback only queues the event: computations may stay asynchronous
 
-    def leaving(self, run: Run, event: Event) -> Event:
+    def leaving(self, frame: Frame, event: Event) -> Event:
         """With its run, and PRNG keys as their words."""
-        route = _route(run, [x for leaves in event.values.values() for x in leaves], ())
+        route = _route(frame, [x for leaves in event.values.values() for x in leaves], ())
         values, treedefs = {}, {}
         for key, leaves in event.values.items():
             values[key], treedefs[key] = _with_words(leaves, event.treedefs[key])
         return event.replace(values=values, treedefs=treedefs, steps={**event.steps, ROUTE: route})
 
-    def series_leaving(self, run: Run, series: Series) -> Series:
+    def series_leaving(self, frame: Frame, series: Series) -> Series:
         """All with their run, and PRNG keys as their words."""
-        route = _route(run, series.values, () if series.single else (series.count(),))
+        route = _route(frame, series.values, () if series.single else (series.count(),))
         values, treedef = _with_words(series.values, series.treedef)
         return dataclasses.replace(series, values=values, treedef=treedef, steps={**series.steps, ROUTE: route})
 
@@ -46,7 +46,7 @@ def _with_words(values: list[Laned], treedef: Any) -> tuple[list[Laned], Any]:
     return [Laned(array, x.flags) for array, x in zip(arrays, values, strict=True)], treedef
 
 
-def _route(run: Run, values: list[Laned], shape: tuple[int, ...]) -> Laned:
+def _route(frame: Frame, values: list[Laned], shape: tuple[int, ...]) -> Laned:
     depth = max((len(x.flags) for x in values), default=0)  # vmaps inside the function, which do not concern the run
-    number: Any = run.state["run"]
+    number: Any = frame.state["run"]
     return Laned(jnp.broadcast_to(number, shape) if shape else number, (False,) * depth)
