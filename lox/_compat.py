@@ -290,21 +290,10 @@ class OrderEffect(_DebugEffect):
     """Marks an equation that calls the host in program order, with respect to all others that do.
 
     JAX passes a token from one to the next, through loops, branches and calls. What its own ordered effects cannot do,
-    under `vmap` and on several devices, are checks for their kinds. One thing is left: it also passes the token from
-    one program to the next, which would wait for the one before, and fail if that one has failed. But programs come in
-    order anyway. So whenever JAX looks for the token of the last program, which takes the hash, there is none.
+    under `vmap` and on several devices, are checks for their kinds.
     """
 
     __str__ = lambda self: "Order"  # noqa: E731
-    __eq__ = lambda self, other: self is other  # noqa: E731
-
-    def __hash__(self) -> int:
-        tokens = _runtime_tokens.current_tokens
-        if any(effect is self for effect in tokens):
-            others = {effect: token for effect, token in tokens.items() if effect is not self}
-            tokens.clear()
-            tokens.update(others)
-        return hash(OrderEffect)
 
 
 log_effect = LogEffect()
@@ -316,21 +305,27 @@ _effects.ordered_effects.add_type(OrderEffect)
 _effects.shardable_ordered_effects.add_type(OrderEffect)
 
 
-def _without_guard(get_token_input: Any) -> Any:
-    """JAX makes the first token of a program from an array of NumPy's, which guards take for a transfer of the user's.
+def _with_fresh_tokens(get_token_input: Any) -> Any:
+    """How JAX finds the first token of a program, such that the programs of lox do not depend on each other.
 
-    The program may run long after lox has returned, so that there is no other place to say that it is none.
+    JAX also passes the token from one program to the next, which would wait for the one before, and fail if that one
+    has failed; but programs come in order anyway. And it makes a token from an array of NumPy's, which guards take for
+    a transfer of the user's: the program may run long after lox has returned, so that there is no other place to say
+    that it is none.
     """
 
     @functools.wraps(get_token_input)
     def get(self: Any, effect: Any, devices: Any) -> Any:
-        with own_transfers() if effect is order_effect else _NO_CONTEXT:
+        if effect is not order_effect:
+            return get_token_input(self, effect, devices)
+        self.current_tokens.pop(effect, None)
+        with own_transfers():
             return get_token_input(self, effect, devices)
 
     return get
 
 
-type(_runtime_tokens).get_token_input = _without_guard(type(_runtime_tokens).get_token_input)
+type(_runtime_tokens).get_token_input = _with_fresh_tokens(type(_runtime_tokens).get_token_input)
 
 # --- jaxprs --------------------------------------------------------------------------------------
 
