@@ -1,0 +1,62 @@
+"""The effects by which JAX knows what logs and what calls the host."""
+
+from typing import Any
+
+import jax.core
+from jax._src import effects as _effects
+from jax._src.dispatch import runtime_tokens as _runtime_tokens
+
+# JAX keeps several sets of effect types (lowerable, allowed in control flow, in custom derivatives, in remat, kept by
+# partial evaluation), all tested with isinstance. Subclassing the debug effect joins them all; an effect outside the
+# last one gives zero events under grad(scan).
+_DebugEffect: Any = type(next(iter(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)))
+
+
+class LogEffect(_DebugEffect):
+    """Marks an equation that logs, or contains one that does. There is one only: `jax.export` makes it of its class."""
+
+    _one: Any = None
+    __str__ = lambda self: "Log"  # noqa: E731
+
+    def __new__(cls) -> Any:
+        cls._one = cls._one or super().__new__(cls)
+        return cls._one
+
+
+class EmitEffect(_DebugEffect):
+    """Marks an equation that hands values to the host."""
+
+    __str__ = lambda self: "Emit"  # noqa: E731
+
+
+class OrderEffect(_DebugEffect):
+    """Marks an equation that calls the host in program order, with respect to all others that do.
+
+    JAX passes a token from one to the next, through loops, branches and calls. What its own ordered effects cannot do,
+    under `vmap` and on several devices, are checks for their kinds.
+    """
+
+    __str__ = lambda self: "Order"  # noqa: E731
+
+
+log_effect = LogEffect()
+emit_effect = EmitEffect()
+order_effect = OrderEffect()
+host_call_effects = {emit_effect, order_effect}
+_effects.lowerable_effects.add_type(LogEffect)  # by its own name, under which `jax.export` finds it again
+_effects.ordered_effects.add_type(OrderEffect)
+_effects.shardable_ordered_effects.add_type(OrderEffect)
+
+
+def forget_failed_effects(text: str) -> None:
+    """Let go of what failed with this text, once it has been reported.
+
+    JAX keeps it, and would raise it again to everyone who waits for effects, up to the end of the process.
+    """
+    for tokens in (_runtime_tokens.current_tokens, _runtime_tokens.output_runtime_tokens):
+        for key, token in list(tokens.items()):
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                if text in str(error):
+                    tokens.pop(key, None)  # to look for ours is to forget it

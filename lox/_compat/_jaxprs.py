@@ -1,0 +1,370 @@
+"""Jaxprs: their parts, what in them logs, and evaluating them."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import types
+import weakref
+from typing import Any
+
+import jax.core
+import numpy as np
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+from jax.interpreters import partial_eval as pe
+
+from lox._compat._effects import emit_effect, log_effect
+from lox._compat._traces import Literal, PjitFunction, Primitive, Var
+
+_ClosedJaxpr: Any = jex_core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+MERGED_JAXPR = jex_core.Jaxpr is _ClosedJaxpr  # since 0.11 one class, constants attached
+Jaxpr = jex_core.Jaxpr
+
+
+def is_jaxpr(x: Any) -> bool:
+    """Whether `x` is a jaxpr, open or closed."""
+    return isinstance(x, jex_core.Jaxpr | _ClosedJaxpr)
+
+
+def split_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """The open jaxpr and its constants."""
+    if MERGED_JAXPR:
+        return jaxpr, list(jaxpr.consts)
+    if isinstance(jaxpr, _ClosedJaxpr):
+        return jaxpr.jaxpr, list(jaxpr.consts)
+    return jaxpr, []
+
+
+def in_avals(jaxpr: Any) -> list[Any]:
+    """The types of a jaxpr's arguments."""
+    return [v.aval for v in split_jaxpr(jaxpr)[0].invars]
+
+
+def out_avals(jaxpr: Any) -> list[Any]:
+    """The types of a jaxpr's results."""
+    return [v.aval for v in split_jaxpr(jaxpr)[0].outvars]
+
+
+def shape_of(var: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    return var.aval.shape
+
+
+def without_consts(closed: Any) -> tuple[Any, list[Any]]:
+    """A jaxpr that takes its constants as leading arguments, and those constants (what remat wants)."""
+    if MERGED_JAXPR:
+        return closed.with_consts([]), list(closed.consts)
+    jaxpr = closed.jaxpr
+    opened = jaxpr.replace(
+        constvars=[],
+        invars=[*jaxpr.constvars, *jaxpr.invars],
+        debug_info=_unknown_names(jaxpr, len(closed.consts) + len(jaxpr.invars), len(jaxpr.outvars)),
+    )
+    return opened, list(closed.consts)
+
+
+def close_jaxpr(jaxpr: Any, consts: Any = ()) -> Any:
+    """The open jaxpr with these constants."""
+    return jaxpr.with_consts(list(consts)) if MERGED_JAXPR else _ClosedJaxpr(jaxpr, list(consts))
+
+
+def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """Every jaxpr among an equation's parameters."""
+    found = []
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if is_jaxpr(item):
+                found.append(item)
+            elif isinstance(item, jax.tree_util.PyTreeDef):
+                found.extend(_jaxprs_in_treedef(item))
+            elif type(item).__module__.startswith("jax") and hasattr(item, "expand"):
+                found.extend(sub_jaxprs(vars(item)))  # 0.11.2: custom_root as a "high" primitive
+    return found
+
+
+def _jaxprs_in_treedef(treedef: Any) -> list[Any]:
+    # Equinox passes whole pytrees to primitives of its own: arrays as operands, and the rest, jaxprs included, as the
+    # static data of one tree structure.
+    found: list[Any] = []
+    pending, depth = [treedef], 0
+    while pending and depth < 20:
+        depth += 1
+        nodes, pending = pending, []
+        for node in nodes:
+            if is_jaxpr(node):
+                found.append(node)
+            elif isinstance(node, jax.tree_util.PyTreeDef):
+                data = node.node_data()
+                pending += [*node.children(), *([data[1]] if data else [])]
+            elif isinstance(node, tuple | list):
+                pending += node
+            elif isinstance(node, dict):
+                pending += node.values()
+            elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+                pending += vars(node).values() if hasattr(node, "__dict__") else []
+            elif isinstance(node, functools.partial):
+                pending += [*node.args, *node.keywords.values()]
+    return found
+
+
+def literal_value(literal: Any) -> Any:
+    """A literal as an array: its value may be a plain Python number."""
+    value = literal.val
+    return value if isinstance(value, jax.Array) else np.asarray(value, literal.aval.dtype)
+
+
+def make_jaxpr(fun: Any, avals: Any) -> Any:
+    """`jax.make_jaxpr` on flat arguments of the given types, weak types and varying axes included."""
+    return jax.make_jaxpr(fun)(*avals)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogMark:
+    """Says what a compiled program logs, or a Python function that a primitive holds."""
+
+    keys: tuple[str, ...]
+    site: str
+
+
+def _find_abstract_evaluation() -> Any:
+    probe = Primitive("lox_probe")
+    probe.def_abstract_eval(lambda: None)
+    return probe.abstract_eval.__code__  # type: ignore[attr-defined]
+
+
+# What runs the abstract evaluation of every primitive that claims to have no effects.
+WITHOUT_EFFECTS = _find_abstract_evaluation()
+# Primitives that hold Python functions which were seen to log: the functions, kept alive, and what they log.
+_hidden: dict[Any, list[tuple[list[Any], LogMark]]] = {}
+
+
+def note_hidden(primitive: Any, params: dict[str, Any], mark: LogMark) -> None:
+    """Remember that an equation with these parameters calls a Python function that logs."""
+    if hidden_log(primitive, params) is None:
+        _hidden.setdefault(primitive, []).append((_functions_in(params), mark))
+
+
+def hidden_log(primitive: Any, params: dict[str, Any]) -> LogMark | None:
+    """What the Python functions that an equation holds are known to log."""
+    known = _hidden.get(primitive)
+    if known is None:
+        return None
+    functions = set(map(id, _functions_in(params)))
+    return next((mark for held, mark in known if functions == set(map(id, held))), None)
+
+
+def _functions_in(params: dict[str, Any]) -> list[Any]:
+    found, pending = [], list(params.values())
+    while pending:
+        value = pending.pop()
+        if isinstance(value, tuple | list):
+            pending += value
+        elif isinstance(value, functools.partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.FunctionType | types.MethodType | PjitFunction):
+            found.append(value)
+    return found
+
+
+LOG_NAME = "lox_log"
+LOG_GRAD_NAME = "lox_log_grad"
+_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
+_JAX_HOME = os.path.dirname(jax.__file__)
+_seen: Any = weakref.WeakKeyDictionary()
+
+
+def is_custom_call(primitive: Any) -> bool:
+    """Whether the primitive carries a derivative rule of the user's."""
+    return primitive.name in _CUSTOM_CALLS
+
+
+def _concerns(jaxpr: Any) -> tuple[bool, bool]:
+    # Some primitives do not pass on the effects of their sub-jaxprs (custom_vmap_call on 0.7, xla_metadata_call,
+    # custom_partitioning, pallas_call), so effects alone would miss logs: look inside, once.
+    found = _seen.get(jaxpr)
+    if found is None:
+        logs = rules = False
+        for eqn in split_jaxpr(jaxpr)[0].eqns:
+            eqn_logs, eqn_rules = _eqn_concerns(eqn.primitive, eqn.params, eqn.effects)
+            logs, rules = logs or eqn_logs, rules or eqn_rules
+        found = _seen[jaxpr] = (logs, rules)
+    return found
+
+
+def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple[bool, bool]:
+    logs = log_effect in effects or hidden_log(primitive, params) is not None
+    logs = logs or log_effect in getattr(params.get("exported"), "unordered_effects", ())  # of `jax.export`
+    rules = is_custom_call(primitive) and not _is_jax_own(params.get("call_jaxpr"))
+    rules = rules or primitive.name in (LOG_GRAD_NAME, "remat_opt")
+    for jaxpr in sub_jaxprs(params):
+        sub_logs, sub_rules = _concerns(jaxpr)
+        logs, rules = logs or sub_logs, rules or sub_rules
+    return logs, rules
+
+
+def _is_jax_own(call_jaxpr: Any) -> bool:
+    # The derivative rules of JAX's own functions (relu, logsumexp, ...) never log: no need to wrap them.
+    return call_jaxpr is not None and is_jax_own(split_jaxpr(call_jaxpr)[0])
+
+
+def is_jax_own(fun: Any) -> bool:
+    """Whether a function, or what was traced from one, is part of JAX."""
+    return _JAX_HOME in (getattr(getattr(fun, "debug_info", None), "func_src_info", "") or "")
+
+
+def has_logs(jaxpr: Any) -> bool:
+    """Whether running the jaxpr may log."""
+    return _concerns(jaxpr)[0]
+
+
+def calls_host(jaxpr: Any) -> bool:
+    """Whether running the jaxpr may hand something to the host."""
+    return emit_effect in jaxpr.effects
+
+
+def reports(jaxpr: Any) -> bool:
+    """Whether running the jaxpr may do either."""
+    return has_logs(jaxpr) or calls_host(jaxpr)
+
+
+def eqn_has_logs(primitive: Any, params: dict[str, Any], effects: Any = ()) -> bool:
+    """Whether an equation with these parameters, and effects if they are known, contains logs."""
+    return _eqn_concerns(primitive, params, effects)[0]
+
+
+def eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any = ()) -> bool:
+    """Whether an equation contains logs, or derivative rules that might log."""
+    return any(_eqn_concerns(primitive, params, effects))
+
+
+def eqn_has_rules(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an equation contains derivative rules that might log."""
+    return _eqn_concerns(primitive, params, ())[1]
+
+
+def first_log(primitive: Any, params: dict[str, Any]) -> LogMark:
+    """Keys and source line of the first log inside an equation, for messages."""
+    if primitive.name == LOG_NAME:
+        return LogMark(params["meta"].keys, params["meta"].site)
+    hidden = hidden_log(primitive, params)
+    if hidden is not None:
+        return hidden
+    for jaxpr in sub_jaxprs(params):
+        for eqn in split_jaxpr(jaxpr)[0].eqns:
+            if eqn_has_logs(eqn.primitive, eqn.params, eqn.effects):
+                return first_log(eqn.primitive, eqn.params)
+    return LogMark((), "an unknown line")
+
+
+def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
+    """Evaluate a stretch of equations in the current trace, reading from and writing to `env`."""
+    defined: set[Any] = set()
+    needed: dict[Any, None] = {}
+    for eqn in eqns:
+        for var in eqn.invars:
+            if isinstance(var, Var) and var not in defined:
+                needed.setdefault(var)
+        defined.update(eqn.outvars)
+    outs = [v for eqn in eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
+    effects = frozenset().union(*[eqn.effects for eqn in eqns])
+    stretch = split_jaxpr(jaxpr)[0].replace(
+        constvars=[],
+        invars=list(needed),
+        outvars=outs,
+        eqns=list(eqns),
+        effects=effects,
+        **({"consts": []} if MERGED_JAXPR else {}),
+        debug_info=_unknown_names(jaxpr, len(needed), len(outs)),
+    )
+    values = jax.core.eval_jaxpr(stretch, [], *[env[v] for v in needed])
+    env.update(zip(outs, values, strict=True))
+
+
+def with_equations(jaxpr: Any, eqns: list[Any], outvars: list[Any]) -> Any:
+    """A jaxpr of the same arguments with other equations and results."""
+    opened, consts = split_jaxpr(jaxpr)
+    names = _unknown_names(jaxpr, len(opened.invars), len(outvars))
+    replaced = opened.replace(eqns=eqns, outvars=outvars, debug_info=names)
+    return replaced if MERGED_JAXPR else _ClosedJaxpr(replaced, consts)
+
+
+def _unknown_names(jaxpr: Any, n_in: int, n_out: int) -> Any:
+    info = split_jaxpr(jaxpr)[0].debug_info
+    if hasattr(info, "with_unknown_names"):  # since 0.7.1
+        return info.with_unknown_names()
+    return info._replace(arg_names=("",) * n_in, result_paths=("",) * n_out)
+
+
+def without_dead_code(closed: Any, avals: list[Any]) -> Any:
+    """A jaxpr that computes and holds only what its results need: no constants or operands that nothing reads."""
+    jaxpr, consts = without_consts(closed)
+    live, used = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    consts_used, args_used = used[: len(consts)], used[len(consts) :]
+    kept = [x for x, u in zip(consts, consts_used, strict=True) if u]
+
+    def fun(*args: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(live, [], *kept, *[x for x, u in zip(args, args_used, strict=True) if u])
+
+    return make_jaxpr(fun, avals)
+
+
+def without_unused(closed: Any, count: int) -> tuple[Any, list[bool]]:
+    """A jaxpr without those of its first `count` arguments that nothing reads, and which are read."""
+    jaxpr, consts = split_jaxpr(closed)
+    read = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    read.update(v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var))
+    used = [v in read for v in jaxpr.invars[:count]]
+    if all(used):
+        return closed, used
+    kept = [v for v, u in zip(jaxpr.invars, [*used, *[True] * (len(jaxpr.invars) - count)], strict=True) if u]
+    smaller = jaxpr.replace(invars=kept, debug_info=_unknown_names(jaxpr, len(kept), len(jaxpr.outvars)))
+    return close_jaxpr(smaller, consts), used
+
+
+def passed_on(jaxprs: list[Any]) -> list[int | None]:
+    """By result, which argument it is in all of these jaxprs; None if it is another in some of them."""
+    found = []
+    for jaxpr in (split_jaxpr(jaxpr)[0] for jaxpr in jaxprs):
+        places = {v: n for n, v in enumerate(jaxpr.invars)}
+        found.append([None if isinstance(v, Literal) else places.get(v) for v in jaxpr.outvars])
+    return [places[0] if len({*places}) == 1 else None for places in zip(*found, strict=True)]
+
+
+def eval_equation(jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
+    """Evaluate one equation on other arguments than its own."""
+    ins = [Var(jax.typeof(x)) for x in args]
+    outs = [Var(v.aval) for v in eqn.outvars]
+    env = dict(zip(ins, args, strict=True))
+    # Whoever evaluates a single equation has entered its context already: not twice.
+    info = eqn.source_info.replace(name_stack=source_info_util.new_name_stack())
+    eval_equations(jaxpr, [eqn.replace(invars=ins, outvars=outs, source_info=info)], env)
+    return [env[v] for v in outs]
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any) -> Any:
+    """Source location, name stack and configuration of the equation being re-traced."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+SCOPE = "lox:"  # marks those of JAX's named scopes that `lox.scope` has opened
+
+
+def scope_names(name_stack: Any) -> list[str]:
+    """The names of lox's scopes in a name stack, outermost first."""
+    names = [getattr(entry, "name", "") for entry in name_stack.stack]
+    return [name.removeprefix(SCOPE) for name in names if name.startswith(SCOPE)]
+
+
+def open_scopes() -> list[str]:
+    """The names of lox's scopes that are open right now; tracing the body of a primitive starts with none."""
+    return scope_names(source_info_util.current_name_stack())
+
+
+def operands_of(params: dict[str, Any], args: Any) -> list[Any]:
+    """All arrays that running an equation takes: its arguments, and what its jaxprs have closed over."""
+    return [*args, *[x for jaxpr in sub_jaxprs(params) for x in split_jaxpr(jaxpr)[1]]]

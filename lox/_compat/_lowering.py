@@ -1,0 +1,178 @@
+"""From the device to the host."""
+
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jax import lax
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.sharding_impls import SdyArray, SdyArrayList  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental import io_callback
+from jax.interpreters import mlir
+from jax.interpreters.mlir import SPMDAxisContext
+
+from lox._compat._effects import order_effect
+from lox._compat._jaxprs import LogMark
+from lox._compat._types import aval_of, explicit_axes, explicit_beside_manual, is_first, is_prng_key
+
+
+def is_exporting(ctx: Any) -> bool:
+    """Whether the program that is being lowered shall be written to a file."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
+def mark_program(ctx: Any, mark: LogMark) -> None:
+    """Mark the program that is being lowered. JAX carries along whatever shall live as long as the executable."""
+    if not is_exporting(ctx):  # only what can be written to a file may be exported
+        ctx.module_context.add_keepalive(mark)
+
+
+def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
+    """Emit a host call of `callback(token, *arrays)`, which returns the next token.
+
+    This is twenty times cheaper than `jax.debug.callback`, and hands over NumPy arrays, where that one starts a
+    computation inside the callback, which may wait forever for a thread that waits for the callback. On several devices
+    the token passes by, and the callback is given -1 for it.
+    """
+    axis_context = ctx.module_context.axis_context
+    if getattr(axis_context, "num_devices", None) == 1:
+        return _call_in_order(ctx, callback, operands)
+
+    def without_token(*arrays: Any) -> tuple[()]:
+        callback(np.int32(-1), *arrays)
+        return ()
+
+    if isinstance(axis_context, SPMDAxisContext):
+        # Inside shard_map: every device calls. If it leaves some mesh axes to the compiler, JAX has to gather first.
+        rest = tuple(n for n in axis_context.mesh.axis_names if n not in axis_context.manual_axes)
+        if rest:
+
+            def call(*arrays: Any) -> list[Any]:
+                jax.debug.callback(lambda *a: callback(np.int32(-1), *map(np.asarray, a)) and None, *arrays)
+                return []
+
+            def call_from_first(*arrays: Any) -> list[Any]:
+                return lax.cond(is_first(rest), call, lambda *arrays: [], *arrays)
+
+            def emit(token: Any, *arrays: Any) -> Any:
+                if explicit_beside_manual():
+                    # JAX does not gather over axes that are in types.
+                    arrays = tuple(_whole(x) for x in arrays)
+                    specs = (jax.sharding.PartitionSpec(),) * len(arrays)
+                    jax.shard_map(call_from_first, in_specs=specs, out_specs=[], axis_names=set(rest))(*arrays)
+                else:
+                    call(*arrays)
+                return [token]
+
+            return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)
+        kind = "MANUAL"
+    else:
+        kind = "MAXIMAL"  # the whole array, on the first device
+    inner = ctx.replace(avals_in=ctx.avals_in[1:], avals_out=[])
+    _call_in_order(inner, without_token, operands[1:], kind)
+    ctx.set_tokens_out(inner.tokens_out or ctx.tokens_in)
+    return [operands[0]]
+
+
+def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any) -> Any:
+    """`lower_callback` of any dtype: numbers of less than 8 bits leave in wider ones.
+
+    XLA packs several of them into a byte, and JAX 0.7 hands the bytes to NumPy, which does not.
+    """
+    dtypes = [a.dtype for a in ctx.avals_in]
+    wide = [_in_whole_bytes(d) for d in dtypes]
+    if wide == dtypes:
+        return lower_callback(ctx, callback, *operands)
+
+    def narrowing(*arrays: Any) -> Any:
+        return callback(*[x.astype(d) for x, d in zip(arrays, dtypes, strict=True)])
+
+    def widen(*xs: Any) -> list[Any]:
+        return [x.astype(d) for x, d in zip(xs, wide, strict=True)]
+
+    avals = [a.update(dtype=np.dtype(d)) for a, d in zip(ctx.avals_in, wide, strict=True)]
+    widened = mlir.lower_fun(widen, multiple_results=True)(ctx.replace(avals_out=avals), *operands)
+    inner = ctx.replace(avals_in=avals)
+    outs = lower_callback(inner, narrowing, *[x for xs in widened for x in (xs if isinstance(xs, list) else [xs])])
+    if inner.tokens_out is not None:
+        ctx.set_tokens_out(inner.tokens_out)
+    return outs
+
+
+def _in_whole_bytes(dtype: Any) -> Any:
+    if is_prng_key(dtype) or dtype.kind == "b":
+        return dtype
+    if jax.numpy.issubdtype(dtype, jax.numpy.integer):
+        small = jax.numpy.iinfo(dtype).bits < 8
+        unsigned = jax.numpy.issubdtype(dtype, jax.numpy.unsignedinteger)
+        return np.dtype(np.uint8 if unsigned else np.int8) if small else dtype
+    return np.dtype(np.float32) if jax.numpy.finfo(dtype).bits < 8 else dtype
+
+
+def _whole(x: Any) -> Any:
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec()) if explicit_axes(aval_of(x)) else x
+
+
+def _callback_sharding(kind: str) -> Any:
+    if jax.config.jax_use_shardy_partitioner:
+        whole = SdyArray(mesh_shape=(), dim_shardings=(), logical_device_ids=(0,))
+        return SdyArrayList((whole,))
+    sharding = xla_client.OpSharding()
+    sharding.type = getattr(xla_client.OpSharding.Type, kind)
+    if kind == "MAXIMAL":
+        sharding.tile_assignment_dimensions = [1]
+        sharding.tile_assignment_devices = [0]
+    return sharding
+
+
+def _standing_alone(ctx: Any, operands: Any) -> Any:
+    """The operands of a host call, not to be fused with it.
+
+    XLA for GPUs makes one kernel of a slice and the call that takes it, and then aborts the process over the token that
+    keeps calls in order (JAX 0.11).
+    """
+    if set(ctx.module_context.platforms) == {"cpu"}:
+        return operands
+    fence = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True)
+    return fence(ctx.replace(avals_out=ctx.avals_in, tokens_in=mlir.TokenSet()), *operands)
+
+
+def _call_in_order(ctx: Any, callback: Any, operands: Any, kind: str | None = None) -> Any:
+    """A host call that takes part in the order of others if its effects say so; with several devices, of a kind."""
+    operands = _standing_alone(ctx, operands)
+    in_order = order_effect in ctx.tokens_in.effects() and kind != "MANUAL"  # every device has an order of its own
+    order = order_effect if in_order else None
+    results, token, _ = mlir.emit_python_callback(
+        ctx,
+        callback,
+        None if order is None else ctx.tokens_in.get(order),
+        list(operands),
+        ctx.avals_in,
+        ctx.avals_out,
+        has_side_effect=True,
+        sharding=None if kind is None else _callback_sharding(kind),
+    )
+    if order is not None:
+        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({order: token})))
+    return results
+
+
+def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
+    """Emit a host call of `callback(*arrays)`, which returns a tuple of arrays.
+
+    XLA may reorder calls that do not depend on each other, side effects or not: so its effects must tell that it takes
+    part in the order of others. Inside shard_map, where every device calls, there is no one order to keep.
+    """
+    axis_context = ctx.module_context.axis_context
+    if getattr(axis_context, "num_devices", None) == 1:
+        return _call_in_order(ctx, callback, operands)
+    if isinstance(axis_context, SPMDAxisContext) or ctx.avals_out:
+        # A token beside results has a sharding that XLA refuses, with JAX 0.7. But who needs them comes later anyway.
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out]
+
+        def call(*arrays: Any) -> Any:
+            return io_callback(lambda *a: callback(*map(np.asarray, a)), shapes, *arrays)
+
+        return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    return _call_in_order(ctx, callback, operands, "MAXIMAL")

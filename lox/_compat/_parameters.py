@@ -1,0 +1,131 @@
+"""Parameters of primitives whose layout changed."""
+
+import functools
+from typing import Any
+
+import jax.core
+import jax.extend.linear_util as lu
+
+from lox._compat._jaxprs import make_jaxpr, out_avals
+from lox._compat._traces import jaxpr_as_fun
+from lox._compat._types import vary_over, varying_axes
+
+
+def scan_split(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carries a scan has."""
+    if "num_consts" in params:  # up to 0.10
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def scan_options(params: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `lax.scan` that reproduce the scan."""
+    options = {k: params[k] for k in ("length", "reverse", "unroll")}
+    if "_split_transpose" in params:  # up to 0.9
+        options["_split_transpose"] = params["_split_transpose"]
+    return options
+
+
+UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
+
+
+def widen_jit(params: dict[str, Any], jaxpr: Any, extra_in: int, extra_out: int) -> dict[str, Any]:
+    """A jit's parameters for `jaxpr`, which has that many more leading arguments and trailing results."""
+    return dict(
+        params,
+        jaxpr=jaxpr,
+        in_shardings=(*[UNSPECIFIED] * extra_in, *params["in_shardings"]),
+        in_layouts=(*[None] * extra_in, *params["in_layouts"]),
+        donated_invars=(*[False] * extra_in, *params["donated_invars"]),
+        out_shardings=(*params["out_shardings"], *[UNSPECIFIED] * extra_out),
+        out_layouts=(*params["out_layouts"], *[None] * extra_out),
+    )
+
+
+def widen_remat(params: dict[str, Any], jaxpr: Any, extra_in: int) -> dict[str, Any]:
+    """A remat's parameters for `jaxpr`, which has that many more leading arguments."""
+    return dict(params, jaxpr=jaxpr, prevent_cse=_widen_prevent_cse(params["prevent_cse"], extra_in))
+
+
+def widen_high_remat(prim: Any, jaxpr: Any, extra_in: int) -> Any:
+    """The same for the remat that 0.12 has behind a flag."""
+    return type(prim)(jaxpr, prim.policy, _widen_prevent_cse(prim.prevent_cse, extra_in))
+
+
+def _widen_prevent_cse(prevent_cse: Any, extra_in: int) -> Any:
+    return prevent_cse if isinstance(prevent_cse, bool) else (False,) * extra_in + tuple(prevent_cse)
+
+
+def with_common_types(jaxprs: list[Any], avals: list[Any]) -> list[Any]:
+    """Branches whose results vary over the same mesh axes, which cond insists on."""
+    varying = [[varying_axes(a) for a in out_avals(j)] for j in jaxprs]
+    if all(v == varying[0] for v in varying[1:]):
+        return jaxprs
+    joint = [frozenset().union(*axes) for axes in zip(*varying, strict=True)]
+
+    def widened(jaxpr: Any) -> Any:
+        def fun(*args: Any) -> list[Any]:
+            return [vary_over(x, axes) for x, axes in zip(jaxpr_as_fun(jaxpr)(*args), joint, strict=True)]
+
+        return make_jaxpr(fun, avals)
+
+    return [widened(j) for j in jaxprs]
+
+
+def is_plain_jit(params: dict[str, Any]) -> bool:
+    """Whether a jit has no donation, sharding, layout or compiler option that an enclosing jit would lose."""
+    return (
+        not any(params["donated_invars"])
+        and all(s is UNSPECIFIED for s in (*params["in_shardings"], *params["out_shardings"]))
+        and all(x is None for x in (*params["in_layouts"], *params["out_layouts"]))
+        and not params["compiler_options_kvs"]
+        and not params["keep_unused"]
+    )
+
+
+def manual_axes(params: dict[str, Any]) -> Any:
+    """The mesh axes that a shard_map makes manual."""
+    return params.get("newly_manual_axes", params.get("manual_axes"))  # since 0.10 / up to 0.9
+
+
+@lu.transformation2
+def _around(fun: Any, around: Any, *args: Any, **kwargs: Any) -> Any:
+    return around(functools.partial(fun, **kwargs), *args)
+
+
+def wrap_rule(rule: Any, around: Any) -> Any:
+    """A derivative rule that is run by `around(rule, *args)`."""
+    return _around(rule, around) if isinstance(rule, lu.WrappedFun) else functools.partial(around, rule)
+
+
+def flat_results(results: Any) -> tuple[list[Any], Any]:
+    """What a trace returns for a primitive as a list, and how to give it back its form."""
+    if hasattr(results, "unflatten") and hasattr(results, "update"):  # since 0.11 shard_map's are a FlatTree
+        return list(results.vals), results.update
+    return list(results), lambda flat: flat
+
+
+def forget_trees(fun: Any, rule: Any) -> None:
+    """Let a function be as if it had never run, if its derivative rule has.
+
+    JAX runs one of the two, and learns the structure of the result from the one that has run; it objects to both. lox
+    does run both: one for the logs, one for the derivative.
+    """
+    if all(_is_filled(store) for store in rule.stores if store is not None):
+        forget_results(fun)
+
+
+def forget_results(fun: Any) -> None:
+    """Let a function be called again: JAX notes the structure of its results, and objects to a second one."""
+    for store in getattr(fun, "stores", ()):
+        if store is not None:
+            store.reset()
+
+
+def _is_filled(store: Any) -> bool:
+    try:
+        store.val  # noqa: B018  one of the two classes of stores has no other way to tell
+    except lu.StoreException:
+        return False
+    return True

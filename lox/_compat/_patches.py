@@ -1,0 +1,280 @@
+"""All that lox changes in JAX, and in Flax.
+
+| what                                            | why                                                              |
+|-------------------------------------------------|------------------------------------------------------------------|
+| `sharding_impls.core`                           | `set_mesh` inside a transformed function: a trace of lox that    |
+|                                                 | stands for none is none                                          |
+| `RuntimeTokenSet.get_token_input`               | programs with host calls in order wait for no other program      |
+| `pjit._get_fastpath_data`                       | C++ would call a program that logs past the trace of lox         |
+| `jax.stages.Compiled.__call__`                  | an executable that logs is an error inside a transformation      |
+| the staging rule of `jit`                       | so is a jit, traced before, in a primitive that hides its effect |
+| `process_custom_vjp_call` of JVP and linearize  | backward rules that run a function again do not log it again     |
+| partial evaluation of `lox_log`, `lox_emit`, ...| events stay in their loop, and in the forward pass of remat      |
+| partial evaluation of `closed_call`             | logs inside of it are reached                                    |
+| `mlir.lower_jaxpr_to_fun`                       | ordered effects beside results whose memory space is known       |
+| `flax.core.axes_scan` (if Flax is imported)     | the probe of `nn.scan` runs its body for types only              |
+
+Each is made where its function below is called, when lox is imported. `tests/test_canary.py` tells which one breaks.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import jax.core
+from jax._src import core as _core
+from jax._src import sharding_impls
+from jax._src.dispatch import runtime_tokens as _runtime_tokens
+from jax.extend import core as jex_core
+from jax.interpreters import partial_eval as pe
+
+from lox._compat._effects import log_effect, order_effect
+from lox._compat._jaxprs import LogMark, first_log, is_jax_own, out_avals
+from lox._compat._modes import own_transfers
+from lox._compat._parameters import wrap_rule
+from lox._compat._traces import Var, set_current_trace, underneath
+
+
+class _CoreForMeshes:
+    """`jax._src.core` as `set_mesh`, `use_mesh` and `get_mesh` see it.
+
+    They may only be used where no transformation is around, and ask whether the current trace is the outermost. One
+    that stands for it is not; but then nothing is being traced. Others that ask must know better: jit runs a function
+    past the trace if there is none.
+    """
+
+    def __init__(self, core: Any):
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def trace_state_clean(self) -> bool:
+        """Whether nothing is being traced."""
+        with set_current_trace(underneath(_core.trace_ctx.trace)):
+            return self._core.trace_state_clean()
+
+
+sharding_impls.core = _CoreForMeshes(sharding_impls.core)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _with_fresh_tokens(get_token_input: Any) -> Any:
+    """How JAX finds the first token of a program, such that the programs of lox do not depend on each other.
+
+    JAX also passes the token from one program to the next, which would wait for the one before, and fail if that one
+    has failed; but programs come in order anyway. And it makes a token from an array of NumPy's, which guards take for
+    a transfer of the user's: the program may run long after lox has returned, so that there is no other place to say
+    that it is none.
+    """
+
+    @functools.wraps(get_token_input)
+    def get(self: Any, effect: Any, devices: Any) -> Any:
+        if effect is not order_effect:
+            return get_token_input(self, effect, devices)
+        self.current_tokens.pop(effect, None)
+        with own_transfers():
+            return get_token_input(self, effect, devices)
+
+    return get
+
+
+type(_runtime_tokens).get_token_input = _with_fresh_tokens(type(_runtime_tokens).get_token_input)
+
+
+def _mark_of(executable: Any) -> LogMark | None:
+    kept = getattr(getattr(executable, "unsafe_call", None), "keepalive", None)
+    return next((x for x in kept or () if isinstance(x, LogMark)), None)
+
+
+def watch_dispatch(check: Any) -> None:
+    """Keep programs that log out of the cache of JAX's C++ dispatch, and `check(mark, frame)` each of their calls.
+
+    JAX leaves out programs with effects, but asks their jaxpr, which does not know of those that a primitive hides.
+    """
+    from jax._src import pjit
+
+    original = pjit._get_fastpath_data
+
+    @functools.wraps(original)
+    def _get_fastpath_data(executable: Any, *args: Any, **kwargs: Any) -> Any:
+        mark = _mark_of(executable)
+        if mark is None:
+            return original(executable, *args, **kwargs)
+        check(mark, sys._getframe())
+        return None
+
+    pjit._get_fastpath_data = _get_fastpath_data
+
+
+def watch_executables(check: Any) -> None:
+    """`check(mark)` whenever the result of `jit(f).lower(...).compile()` is called and contains logs."""
+    original = jax.stages.Compiled.__call__
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mark = _mark_of(self._executable)
+        if mark is not None:
+            check(mark)
+        return original(self, *args, **kwargs)
+
+    jax.stages.Compiled.__call__ = __call__
+
+
+def watch_staging(check: Any) -> None:
+    """`check(mark, frame)` whenever a jit that logs becomes part of a program: it may be traced already."""
+    from jax._src.interpreters import partial_eval
+
+    rules = partial_eval.custom_staging_rules
+    jit_p = jex_core.primitives.jit_p
+    original = rules[jit_p]
+
+    def staging_rule(trace: Any, *args: Any, **params: Any) -> Any:
+        if log_effect in params["jaxpr"].effects:
+            check(first_log(jit_p, params), sys._getframe())
+        return original(trace, *args, **params)
+
+    rules[jit_p] = staging_rule
+
+
+def wrap_vjp_rules(wrap: Any) -> None:
+    """Differentiate every `custom_vjp` of the user's by the rules `wrap(fwd, bwd, count_residuals)`.
+
+    These two methods are the one place where both rules are at hand, whether the function is called at once, from a jit
+    or from a jaxpr; a jaxpr has the forward rule as a thunk, and the backward rule is called when it is transposed.
+    """
+    from jax._src.interpreters import ad
+
+    for trace in (ad.JVPTrace, ad.LinearizeTrace):
+        trace.process_custom_vjp_call = _with_wrapped_rules(trace.process_custom_vjp_call, wrap)
+
+
+def _with_wrapped_rules(process: Any, wrap: Any) -> Any:
+    @functools.wraps(process)
+    def process_custom_vjp_call(
+        self: Any, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, out_trees: Any, symbolic_zeros: Any
+    ) -> Any:
+        if not is_jax_own(fun):
+            fwd, bwd = wrap(fwd, bwd, lambda: out_trees()[1].num_leaves)
+        return process(self, primitive, fun, fwd, bwd, tracers, out_trees=out_trees, symbolic_zeros=symbolic_zeros)
+
+    return process_custom_vjp_call
+
+
+# When JAX differentiates a scan it evaluates once, outside, whatever does not change from one iteration to the next
+# (jax#16637). For a log that would turn n events into one. The hoisting is a partial evaluation like any other; only
+# the function that asks for it tells them apart.
+_HOISTERS = frozenset({"_scan_known_hoisting", "_scan_partial_eval_custom"})
+
+
+def is_hoisting() -> bool:
+    """Whether JAX is about to move loop-invariant equations out of their loop."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name in _HOISTERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def keep_in_loop(primitive: Any) -> None:
+    """Never move this primitive's equations out of a loop."""
+
+    def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
+        if is_hoisting():
+            tracers = tuple(trace.instantiate_const(t) for t in tracers)
+        return trace.default_process_primitive(primitive, tracers, params)
+
+    pe.custom_partial_eval_rules[primitive] = rule
+
+
+def inline_calls() -> None:
+    """Partially evaluate `closed_call` by evaluating its body in place.
+
+    Up to 0.10 JAX drops the part of a call that is left for later if nothing but an effect is in it, and it makes such
+    calls itself when it differentiates loops under remat.
+    """
+    from jax._src.interpreters import partial_eval
+
+    rules = getattr(partial_eval, "call_partial_eval_rules", None)
+    if rules is not None:
+
+        def rule(trace: Any, primitive: Any, fun: Any, tracers: Any, params: Any) -> Any:
+            del primitive, params
+            with set_current_trace(trace):
+                return fun.call_wrapped(*tracers)
+
+        rules[jex_core.primitives.closed_call_p] = rule
+
+
+def silence_flax_probe(silenced: Any) -> None:
+    """Run the probe of Flax's `nn.scan` by `silenced(body, *args)`.
+
+    Linen traces the body of a scan once more, to find out what does not depend on the loop, and evaluates what is left
+    of it. A log in there would be an event too many, or Flax would take it for a result that depends on the loop. It
+    finds the tracing function under JAX's public name, which JAX itself does not use.
+    """
+    trace = getattr(pe, "trace_to_jaxpr_dynamic", None)
+    if trace is None:
+        return
+
+    @functools.wraps(trace)
+    def trace_to_jaxpr_dynamic(fun: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(getattr(fun, "debug_info", None), "traced_for", "") == "flax scan":
+            fun = wrap_rule(fun, silenced)
+        return trace(fun, *args, **kwargs)
+
+    pe.trace_to_jaxpr_dynamic = trace_to_jaxpr_dynamic  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def run_in_forward_pass(primitive: Any, stand_in: Any = None) -> None:
+    """Under remat, run this primitive's equations with the forward pass and never again in the recomputation.
+
+    If it has a result, which is its first operand, the primitive `stand_in` passes that on in the recomputation: what a
+    while loop computes cannot be saved.
+    """
+
+    def rule(saveable: Any, unks_in: Any, inst_in: Any, eqn: Any) -> Any:
+        del saveable
+        outs = len(eqn.outvars)
+        if stand_in is not None and not any(unks_in):
+            passed = eqn.replace(
+                primitive=stand_in, params={}, invars=eqn.invars[:1], effects=frozenset(), outvars=eqn.outvars
+            )
+            residuals = [v for v, inst in zip(eqn.invars[:1], inst_in, strict=False) if isinstance(v, Var) and not inst]
+            return eqn, passed, [False] * outs, [True] * outs, residuals
+        if any(unks_in):
+            residuals = [v for v, inst in zip(eqn.invars, inst_in, strict=True) if not inst]
+            return None, eqn, [True] * outs, [True] * outs, residuals
+        return eqn, None, [False] * outs, [False] * outs, []
+
+    pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+    try:  # 0.12 has a new remat behind a flag, with a table of its own
+        from jax._src.interpreters import remat
+    except ImportError:
+        return
+    if hasattr(remat, "rules"):
+        remat.rules[primitive] = lambda trace, *args, **params: (
+            primitive.bind(*args, **params),
+            (),
+            lambda res, *args: [] if stand_in is None else [args[0]],
+        )
+
+
+def allow_order_with_offloading() -> None:
+    """Let programs with ordered effects have results whose memory space is known.
+
+    JAX counts the tokens among the results of a program, but not in the list of memory spaces that it compares with
+    them, so that lowering fails. A checkpoint policy that offloads is enough to have such a list.
+    """
+    from jax._src.interpreters import mlir as internal
+
+    lower = internal.lower_jaxpr_to_fun
+
+    @functools.wraps(lower)
+    def lower_jaxpr_to_fun(ctx: Any, name: Any, jaxpr: Any, effects: Any, *args: Any, **kwargs: Any) -> Any:
+        kinds = kwargs.get("propagated_out_mem_kinds")
+        if kinds is not None and len(kinds) == len(out_avals(jaxpr)):
+            kwargs["propagated_out_mem_kinds"] = (*[None] * len(effects), *kinds)
+        return lower(ctx, name, jaxpr, effects, *args, **kwargs)
+
+    internal.lower_jaxpr_to_fun = lower_jaxpr_to_fun
