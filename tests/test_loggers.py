@@ -20,7 +20,7 @@ import pytest
 from exact import same
 from logger_cases import LaneRecorder, Recorder
 from machine import HANG, wait_for
-from seed_programs import with_steps
+from spec_programs import with_steps
 
 import lox
 import lox.loggers

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from exact import same
 from machine import HANG, Disk, finish, load_whatever_is_whole, refuse, start, wait_for
-from seed_programs import with_steps
+from spec_programs import with_steps
 
 import lox
 from lox.loggers import _queue as _writer
@@ -30,7 +30,7 @@ KILLS = int(os.environ.get("LOX_KILL_N", "3"))
 FULL_SIZE = bool(os.environ.get("LOX_FULL_SIZE"))
 
 
-# --- the examples of the seed documents ---
+# --- the examples of the specification ---
 
 
 def check_carry(logs, times=1):

@@ -1,4 +1,4 @@
-"""The examples of the seed documents that need no logger."""
+"""The examples of the specification that need no logger."""
 
 import json
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import boolean, f32, i32, same
-from seed_programs import with_steps
+from spec_programs import with_steps
 
 import lox
 from lox import logify
@@ -235,7 +235,7 @@ def test_while_loop_cannot_be_spooled(wrap):
         lox.spool(wrap(count_to))(3)
     head, site, *ways = str(info.value).split("\n")
     assert head == ("`lox.spool` cannot return 'i': it is logged inside `while_loop`, whose length is unknown.")
-    assert site.startswith("  logged at test_seeds.py:")
+    assert site.startswith("  logged at test_spec.py:")
     assert site.endswith(" (count_to.body)")
     assert ways == [
         "Either give the loop room:   lox.spool(f, capacity=1000)",
