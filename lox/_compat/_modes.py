@@ -1,12 +1,11 @@
 """Modes of JAX: guards, debugging, disabled jit."""
 
 import contextlib
-import os
+import inspect
 import sys
 from typing import Any
 
-import jax.core
-from jax._src import config
+import jax
 
 
 def own_transfers() -> Any:
@@ -14,7 +13,7 @@ def own_transfers() -> Any:
 
     Who guards against implicit transfers is after those of the program.
     """
-    if all(guard.value in (None, "allow") for guard in _TRANSFER_GUARDS):
+    if all(getattr(jax.config, guard) in (None, "allow") for guard in _TRANSFER_GUARDS):
         return _NO_CONTEXT
     return jax.transfer_guard("allow")
 
@@ -24,17 +23,13 @@ def debugged() -> tuple[bool, bool]:
 
     JAX's caches do not know of it, so that lox's must.
     """
-    return config.debug_nans.value, config.debug_infs.value
+    return jax.config.jax_debug_nans, jax.config.jax_debug_infs  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-_TRANSFER_GUARDS = (
-    config.transfer_guard_host_to_device,
-    config.transfer_guard_device_to_host,
-    config.transfer_guard_device_to_device,
-)
-_PYTHON_LOOPS = frozenset(["scan", "while_loop", "fori_loop"])
-_LOOPS_HOME = os.path.join("lax", "control_flow", "loops.py")
+_DIRECTIONS = ("host_to_device", "device_to_host", "device_to_device")
+_TRANSFER_GUARDS = [f"jax_transfer_guard_{direction}" for direction in _DIRECTIONS]
+_LOOPS = {inspect.unwrap(loop).__code__ for loop in (jax.lax.scan, jax.lax.while_loop, jax.lax.fori_loop)}
 
 
 def in_python_loop(outermost: Any) -> bool:
@@ -42,11 +37,11 @@ def in_python_loop(outermost: Any) -> bool:
 
     Under `disable_jit` there are no primitives for loops: nothing but the stack knows of them.
     """
-    if not config.disable_jit.value:
+    if not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         return False
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:
-        if frame.f_code.co_name in _PYTHON_LOOPS and frame.f_code.co_filename.endswith(_LOOPS_HOME):
+        if frame.f_code in _LOOPS:
             return True
         frame = frame.f_back
     return False

@@ -1,20 +1,21 @@
-"""All that lox changes in JAX, and in Flax.
+"""Everything that lox changes in JAX, and in Flax. No other file does.
 
-| what                                            | why                                                              |
-|-------------------------------------------------|------------------------------------------------------------------|
-| `sharding_impls.core`                           | `set_mesh` inside a transformed function: a trace of lox that    |
-|                                                 | stands for none is none                                          |
-| `RuntimeTokenSet.get_token_input`               | programs with host calls in order wait for no other program      |
-| `pjit._get_fastpath_data`                       | C++ would call a program that logs past the trace of lox         |
-| `jax.stages.Compiled.__call__`                  | an executable that logs is an error inside a transformation      |
-| the staging rule of `jit`                       | so is a jit, traced before, in a primitive that hides its effect |
-| `process_custom_vjp_call` of JVP and linearize  | backward rules that run a function again do not log it again     |
-| partial evaluation of `lox_log`, `lox_emit`, ...| events stay in their loop, and in the forward pass of remat      |
-| partial evaluation of `closed_call`             | logs inside of it are reached                                    |
-| `mlir.lower_jaxpr_to_fun`                       | ordered effects beside results whose memory space is known       |
-| `flax.core.axes_scan` (if Flax is imported)     | the probe of `nn.scan` runs its body for types only              |
+| what                                              | why, and what breaks without it                               |
+|---------------------------------------------------|---------------------------------------------------------------|
+| `sharding_impls.core`                             | `set_mesh` inside a transformed function would be refused     |
+| `RuntimeTokenSet.get_token_input`                 | a program whose host call failed would fail all later ones    |
+| `pjit._get_fastpath_data`                         | C++ would call a program that logs past the trace: lost events|
+| `jax.stages.Compiled.__call__`                    | an executable that logs would lose its events                 |
+| the staging rule of `jit`                         | so would a jit in a primitive that hides its effect           |
+| `process_custom_vjp_call` of JVP and linearize    | what a backward rule computes again would log again           |
+| the batching rules of `cond`, `while` and `scan`  | lanes would log branches and iterations they did not take     |
+| the partial evaluation rules of all primitives    | loop-invariant logs would leave their loop: one event, not n  |
+| the remat rule of `while`                         | the backward pass would log the loop again                    |
+| partial evaluation of `closed_call` (to 0.10)     | logs in loops under remat would be lost                       |
+| `mlir.lower_jaxpr_to_fun`                         | ordered host calls beside offloaded values would not compile  |
+| `partial_eval.trace_to_jaxpr_dynamic`, for Flax   | the probe of Linen's `nn.scan` would log                      |
 
-Each is made where its function below is called, when lox is imported. `tests/test_canary.py` tells which one breaks.
+`tests/test_canary.py` has the same table, and tells which of them is broken by a new version of JAX.
 """
 
 import functools
@@ -23,9 +24,13 @@ from typing import Any
 
 import jax.core
 from jax._src import core as _core
-from jax._src import sharding_impls
+from jax._src import pjit, sharding_impls
 from jax._src.dispatch import runtime_tokens as _runtime_tokens
+from jax._src.interpreters import ad, partial_eval
+from jax._src.interpreters import mlir as internal_mlir
+from jax._src.lax.control_flow import loops
 from jax.extend import core as jex_core
+from jax.interpreters import batching
 from jax.interpreters import partial_eval as pe
 
 from lox._compat._effects import log_effect, order_effect
@@ -91,8 +96,6 @@ def watch_dispatch(check: Any) -> None:
 
     JAX leaves out programs with effects, but asks their jaxpr, which does not know of those that a primitive hides.
     """
-    from jax._src import pjit
-
     original = pjit._get_fastpath_data
 
     @functools.wraps(original)
@@ -122,8 +125,6 @@ def watch_executables(check: Any) -> None:
 
 def watch_staging(check: Any) -> None:
     """`check(mark, frame)` whenever a jit that logs becomes part of a program: it may be traced already."""
-    from jax._src.interpreters import partial_eval
-
     rules = partial_eval.custom_staging_rules
     jit_p = jex_core.primitives.jit_p
     original = rules[jit_p]
@@ -142,8 +143,6 @@ def wrap_vjp_rules(wrap: Any) -> None:
     These two methods are the one place where both rules are at hand, whether the function is called at once, from a jit
     or from a jaxpr; a jaxpr has the forward rule as a thunk, and the backward rule is called when it is transposed.
     """
-    from jax._src.interpreters import ad
-
     for trace in (ad.JVPTrace, ad.LinearizeTrace):
         trace.process_custom_vjp_call = _with_wrapped_rules(trace.process_custom_vjp_call, wrap)
 
@@ -160,17 +159,36 @@ def _with_wrapped_rules(process: Any, wrap: Any) -> Any:
     return process_custom_vjp_call
 
 
+def batch_by(primitive: Any, rule: Any) -> None:
+    """Batch a primitive of JAX's by `rule(original, axis_data, args, dims, **params)`."""
+    rules = batching.fancy_primitive_batchers
+    rules[primitive] = functools.partial(rule, rules[primitive])
+
+
+def evaluate_partially_by(rule: Any) -> None:
+    """Evaluate JAX's primitives partially by `rule(primitive, original, trace, *tracers, **params)`."""
+    for primitive, original in list(pe.custom_partial_eval_rules.items()):
+        if not primitive.name.startswith("lox"):
+            pe.custom_partial_eval_rules[primitive] = functools.partial(rule, primitive, original)
+
+
+def rematerialize_by(primitive: Any, rule: Any) -> None:
+    """Split an equation of this primitive under remat by `rule(original, saveable, unks_in, inst_in, eqn)`."""
+    rules = pe.partial_eval_jaxpr_custom_rules
+    rules[primitive] = functools.partial(rule, rules[primitive])
+
+
 # When JAX differentiates a scan it evaluates once, outside, whatever does not change from one iteration to the next
 # (jax#16637). For a log that would turn n events into one. The hoisting is a partial evaluation like any other; only
 # the function that asks for it tells them apart.
-_HOISTERS = frozenset({"_scan_known_hoisting", "_scan_partial_eval_custom"})
+_HOISTERS = {loops._scan_known_hoisting.__code__, loops._scan_partial_eval_custom.__code__}
 
 
 def is_hoisting() -> bool:
     """Whether JAX is about to move loop-invariant equations out of their loop."""
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_name in _HOISTERS:
+        if frame.f_code in _HOISTERS:
             return True
         frame = frame.f_back
     return False
@@ -193,8 +211,6 @@ def inline_calls() -> None:
     Up to 0.10 JAX drops the part of a call that is left for later if nothing but an effect is in it, and it makes such
     calls itself when it differentiates loops under remat.
     """
-    from jax._src.interpreters import partial_eval
-
     rules = getattr(partial_eval, "call_partial_eval_rules", None)
     if rules is not None:
 
@@ -213,9 +229,7 @@ def silence_flax_probe(silenced: Any) -> None:
     of it. A log in there would be an event too many, or Flax would take it for a result that depends on the loop. It
     finds the tracing function under JAX's public name, which JAX itself does not use.
     """
-    trace = getattr(pe, "trace_to_jaxpr_dynamic", None)
-    if trace is None:
-        return
+    trace = pe.trace_to_jaxpr_dynamic
 
     @functools.wraps(trace)
     def trace_to_jaxpr_dynamic(fun: Any, *args: Any, **kwargs: Any) -> Any:
@@ -266,9 +280,7 @@ def allow_order_with_offloading() -> None:
     JAX counts the tokens among the results of a program, but not in the list of memory spaces that it compares with
     them, so that lowering fails. A checkpoint policy that offloads is enough to have such a list.
     """
-    from jax._src.interpreters import mlir as internal
-
-    lower = internal.lower_jaxpr_to_fun
+    lower = internal_mlir.lower_jaxpr_to_fun
 
     @functools.wraps(lower)
     def lower_jaxpr_to_fun(ctx: Any, name: Any, jaxpr: Any, effects: Any, *args: Any, **kwargs: Any) -> Any:
@@ -277,4 +289,4 @@ def allow_order_with_offloading() -> None:
             kwargs["propagated_out_mem_kinds"] = (*[None] * len(effects), *kinds)
         return lower(ctx, name, jaxpr, effects, *args, **kwargs)
 
-    internal.lower_jaxpr_to_fun = lower_jaxpr_to_fun
+    internal_mlir.lower_jaxpr_to_fun = lower_jaxpr_to_fun

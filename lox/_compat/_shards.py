@@ -1,14 +1,13 @@
 """shard_map outside of jit."""
 
-import contextlib
 import dataclasses
 from typing import Any
 
 import jax.core
 from jax import lax
-from jax._src import sharding_impls
 from jax._src.mesh import use_abstract_mesh
 from jax._src.shard_map import eager_rules as _eager_rules
+from jax._src.sharding_impls import _internal_use_concrete_mesh
 
 from lox._compat._traces import Primitive, set_current_trace
 from lox._compat._types import aval_of, varying_axes
@@ -80,13 +79,9 @@ def _abstract_eval_on_shards(*avals: Any, call: _OnShards, around: Any) -> Any:
 
 
 def _run_on_shards(mesh: Any, *args: Any, call: _OnShards, around: Any) -> Any:
-    with set_current_trace(around), jax.disable_jit(False), use_abstract_mesh(mesh.abstract_mesh), _on_devices_of(mesh):
+    on_mesh = use_abstract_mesh(mesh.abstract_mesh), _internal_use_concrete_mesh(mesh)
+    with set_current_trace(around), jax.disable_jit(False), on_mesh[0], on_mesh[1]:
         return jax.jit(call)(*args)
-
-
-def _on_devices_of(mesh: Any) -> Any:
-    use = getattr(sharding_impls, "_internal_use_concrete_mesh", None)  # up to 0.7 jit finds them in its arguments
-    return contextlib.nullcontext() if use is None else use(mesh)
 
 
 _eager_rules[_on_shards_p] = _run_on_shards

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives
-from jax.interpreters import batching
 
 from lox import _compat
 from lox._data import _arrays
@@ -29,11 +28,6 @@ from lox._engine import _masking
 from lox._engine._event import Event, Meta
 from lox._engine._interpret import Frame, Handler, Retrace, Transformed, transformed, types_of, without_unwanted
 from lox._engine._primitive import bind
-
-_batch_cond = batching.fancy_primitive_batchers[primitives.cond_p]
-_batch_scan = batching.fancy_primitive_batchers[primitives.scan_p]
-_batch_while = batching.fancy_primitive_batchers[primitives.while_p]
-
 
 # --- recording events, to log them later ---------------------------------------------------------
 
@@ -238,8 +232,8 @@ def _select_branch(axis_data: Any, args: Any, dims: Any, *, branches: Any) -> An
     return outs, [0] * len(outs)
 
 
-def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
-    rule = functools.partial(_batch_cond, axis_data, **params)
+def _cond_rule(original: Any, axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
+    rule = functools.partial(original, axis_data, **params)
     if dims[0] is not None and axis_data.explicit_mesh_axis is not None and any(map(_knows_no_mesh, args, dims)):
         rule = functools.partial(_select_branch, axis_data)
     branches = tuple(without_unwanted(branches))
@@ -280,9 +274,17 @@ def _cond_rule(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params:
 
 
 def _while_rule(
-    axis_data: Any, args: Any, dims: Any, *, cond_nconsts: int, cond_jaxpr: Any, body_nconsts: int, body_jaxpr: Any
+    original: Any,
+    axis_data: Any,
+    args: Any,
+    dims: Any,
+    *,
+    cond_nconsts: int,
+    cond_jaxpr: Any,
+    body_nconsts: int,
+    body_jaxpr: Any,
 ) -> Any:
-    rule = functools.partial(_batch_while, axis_data)
+    rule = functools.partial(original, axis_data)
     cond_jaxpr, body_jaxpr = without_unwanted([cond_jaxpr, body_jaxpr])
     counts = dict(cond_nconsts=cond_nconsts, body_nconsts=body_nconsts)
     plain = functools.partial(rule, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)
@@ -331,16 +333,16 @@ def _while_rule(
     )
 
 
-def _scan_rule(axis_data: Any, args: Any, dims: Any, *, jaxpr: Any, **params: Any) -> Any:
+def _scan_rule(original: Any, axis_data: Any, args: Any, dims: Any, *, jaxpr: Any, **params: Any) -> Any:
     (jaxpr,) = without_unwanted([jaxpr])
     reports = _compat.has_logs(jaxpr) or _compat.calls_host(jaxpr)
     if reports and _masking.mentions_any_lane(jaxpr):
         jaxpr = transformed(Frame(_masking.Rebind(), ()), jaxpr, ()).jaxpr
-    return _batch_scan(axis_data, args, dims, jaxpr=jaxpr, **params)
+    return original(axis_data, args, dims, jaxpr=jaxpr, **params)
 
 
 def install() -> None:
     """Put the rules in place."""
-    batching.fancy_primitive_batchers[primitives.scan_p] = _scan_rule
-    batching.fancy_primitive_batchers[primitives.cond_p] = _cond_rule
-    batching.fancy_primitive_batchers[primitives.while_p] = _while_rule
+    _compat.batch_by(primitives.scan_p, _scan_rule)
+    _compat.batch_by(primitives.cond_p, _cond_rule)
+    _compat.batch_by(primitives.while_p, _while_rule)

@@ -10,11 +10,9 @@ lose or repeat logs. These stand before them, and only where something logs:
 * So must the loop that remat runs again in the backward pass.
 """
 
-import functools
 from typing import Any
 
 from jax.extend.core import primitives
-from jax.interpreters import partial_eval as pe
 
 from lox import _compat
 from lox._engine._interpret import Drop, Frame, run_function, transformed
@@ -74,10 +72,7 @@ def _while_under_remat(rule: Any, saveable: Any, unks_in: Any, inst_in: Any, eqn
 
 def install() -> None:
     """Put the rules in place."""
-    for primitive, rule in list(pe.custom_partial_eval_rules.items()):
-        if not primitive.name.startswith("lox"):
-            pe.custom_partial_eval_rules[primitive] = functools.partial(_stay_in_place, primitive, rule)
+    _compat.evaluate_partially_by(_stay_in_place)
+    _compat.rematerialize_by(_while_p, _while_under_remat)
     _compat.inline_calls()
     _compat.silence_flax_probe(lambda body, *args: run_function(Drop(), body, args, {})[0])
-    rules = pe.partial_eval_jaxpr_custom_rules
-    rules[_while_p] = functools.partial(_while_under_remat, rules[_while_p])
