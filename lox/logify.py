@@ -13,8 +13,8 @@
 >>> logs.asdict()
 {'x': {'mean': Array(1.5, dtype=float32)}, 'y': {'replace': Array(1., dtype=float32)}}
 
-It is `lox.log` and `lox.spool` under other names, and therefore works in any order of transformations and inside
-control flow. A name may be logged with several reductions: they are kept apart.
+This is `lox.log` and `lox.spool` under other names, so it works under any order of transformations and inside control
+flow. A name may be logged with several reductions, which are kept apart.
 """
 
 import functools
@@ -35,12 +35,12 @@ _TAG = "lox.logify"
 
 
 class _Key(str):
-    """Name and reduction together: one name may have several. In messages it is the name."""
+    """A name with its reduction, since one name may have several. Messages show the name only."""
 
     __slots__ = ()
 
-    def __radd__(self, path: str) -> "_Key":
-        return _Key(str.__add__(path, self))
+    def __radd__(self, scope: str) -> "_Key":
+        return _Key(str.__add__(scope, self))
 
     def __repr__(self) -> str:
         return repr(self.rsplit(":", 1)[0])
@@ -48,23 +48,23 @@ class _Key(str):
 
 @jax.tree_util.register_pytree_node_class
 class Logs:
-    """What `logify` returns: a pytree; `asdict()` gives `{name: {reduction: value}}`."""
+    """The logs that `logify` returns, a pytree; `asdict()` gives `{name: {reduction: value}}`."""
 
     def __init__(self, logs: logdict):
         self._logs = logs
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """The logs are the only child."""
+        """Return the logs as the only child."""
         return (self._logs,), None
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "Logs":
-        """The inverse of `tree_flatten`."""
+        """Undo `tree_flatten`."""
         del aux
         return cls(children[0])
 
     def asdict(self) -> dict[str, dict[str, Any]]:
-        """By name, then by reduction; in the order of logging."""
+        """Return the values by name, then by reduction, in the order of logging."""
         result: dict[str, dict[str, Any]] = {}
         for key, value in self._logs.items():
             name, reduction = key.rsplit(":", 1)
@@ -76,16 +76,16 @@ class Logs:
 
 
 def log(name: str, value: Any, reduction: str = "replace") -> None:
-    """Log a value; see `logify` for what becomes of it.
+    """Log a value, for `logify` to return.
 
     Args:
         name: What to call it.
         value: An array, a number or a pytree of them.
-        reduction: What to return of several values of one name: the last (`"replace"`), all of them (`"append"`), their
-            mean or their sum.
+        reduction: How to combine several values of one name: keep the last (`"replace"`), keep all (`"append"`),
+            `"mean"` or `"sum"`.
 
     Raises:
-        OptionError: There is no such reduction.
+        OptionError: The reduction does not exist.
     """
     if reduction not in REDUCTIONS:
         raise _errors.OptionError(f"there is no reduction {reduction!r}. Choose {_errors.listing(REDUCTIONS)}.")
@@ -95,7 +95,7 @@ def log(name: str, value: Any, reduction: str = "replace") -> None:
 
 
 def logify(fun: Callable[P, R]) -> Callable[P, tuple[R, Logs]]:
-    """Make a function return what it logs with `logify.log`, beside its result.
+    """Make a function return what it logs with `logify.log`, next to its result.
 
     Args:
         fun: Any function of JAX arrays.

@@ -1,4 +1,4 @@
-"""Neptune inside of `jit` and `vmap`: one run per lane.
+"""Neptune for JAX programs: one run per lane, from inside `jit` and `vmap`.
 
 ```python
 import jax, lox.neptune
@@ -6,8 +6,8 @@ import jax, lox.neptune
 
 @jax.jit
 @jax.vmap
-def train(key, lr):
-    run = lox.neptune.init(key, project="me/ppo", config={"lr": lr})
+def train(prng_key, lr):
+    run = lox.neptune.init(prng_key, project="me/ppo", config={"lr": lr})
     for step in range(10):
         ...
         lox.neptune.log(run, {"loss": loss}, step=step)
@@ -17,8 +17,8 @@ def train(key, lr):
 train(jax.random.split(jax.random.key(0), 8), jnp.geomspace(1e-4, 1e-2, 8))
 ```
 
-The hosted service of Neptune ended in March 2026; see `NeptuneLogger` for what is left of it. This module can be
-imported without the client: `pip install 'lox-jax[neptune]'`.
+Neptune's hosted service ended in March 2026; see `NeptuneLogger` for what remains. The module can be imported without
+the client, which is installed by `pip install 'lox-jax[neptune]'`.
 """
 
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ from lox.loggers._trackers._neptune import NeptuneLogger as NeptuneLogger
 
 
 class _Runs(NeptuneLogger):
-    """One for all runs, each with its own options."""
+    """One logger for all runs, each with its own options."""
 
     def _make_pipeline(self) -> SingleRunsPipeline:
         return SingleRunsPipeline(self, "lox.neptune")
 
     def open(self, run: Run) -> None:
-        """Begin a run of Neptune's with the options that `init` got."""
+        """Begin a Neptune run with the options given to `init`."""
         options, run.config = split(run)
         self._begin(run, options)
 
@@ -45,12 +45,12 @@ _runs = SingleRuns(_Runs)
 
 
 def init(key: Any, config: Mapping[str, Any] | None = None, **kwargs: Any) -> LoggerState:
-    """Begin a run. Under `vmap` every lane is a run of its own.
+    """Begin a run; under `vmap`, one per lane.
 
     Args:
         key: The PRNG key of the run, which gives it its name.
-        config: Hyper-parameters, for the namespace `config`; under `vmap`, arrays may differ from lane to lane.
-        **kwargs: What `neptune.init_run` takes. The mode is "offline" unless `mode` or `NEPTUNE_MODE` says otherwise.
+        config: Hyper-parameters, for the namespace `config`. Under `vmap`, arrays may differ between lanes.
+        **kwargs: Arguments of `neptune.init_run`. The mode is "offline" unless `mode` or `NEPTUNE_MODE` is set.
 
     Returns:
         The run, a pytree of arrays.

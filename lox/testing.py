@@ -28,18 +28,18 @@ def capture() -> Iterator[list[logdict]]:
     `lox.tap` or `lox.spool` where the order matters.
 
     Yields:
-        A list of logdicts, one for every event; complete when the block has been left.
+        A list with one logdict per event, complete once the block is left.
     """
     if _sink.is_compiled_out():
         raise _errors.LoxError(
             "`lox.testing.capture` cannot see compiled functions while the environment has LOX_SINK=off: unset it."
         )
     events: list[logdict] = []
-    jax.effects_barrier()  # what was logged before belongs to the sink before
-    before = _sink.config.sink
+    jax.effects_barrier()  # events logged earlier belong to the previous sink
+    previous = _sink.config.sink
     _sink.config.sink = events.append
     try:
         yield events
         jax.effects_barrier()
     finally:
-        _sink.config.sink = before
+        _sink.config.sink = previous

@@ -3,15 +3,15 @@
 >>> import jax, lox.wandb
 >>> @jax.jit
 ... @jax.vmap
-... def train(key):
-...     run = lox.wandb.init(key, project="demo", group="seeds")
+... def train(prng_key):
+...     run = lox.wandb.init(prng_key, project="demo", group="seeds")
 ...     for step in range(100):
 ...         lox.wandb.log(run, {"loss": 1.0 / (step + 1)}, step=step)
 ...     lox.wandb.finish(run)
 >>> train(jax.random.split(jax.random.key(0), 8))  # doctest: +SKIP
 
-Logs that are spooled or tapped need a logger, `lox.wandb.WandbLogger`, which does all of this too. The module can be
-imported without the client; the first use says what to install.
+To spool or tap logs, use the logger `lox.wandb.WandbLogger`, which can do all of this too. The module can be imported
+without the client; the first use says what to install.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ from lox.loggers._trackers._wandb import WandbLogger as WandbLogger
 
 
 class _Runs(WandbLogger):
-    """One for all runs, each with its own options."""
+    """One logger for all runs, each with its own options."""
 
     def _make_pipeline(self) -> SingleRunsPipeline:
         return SingleRunsPipeline(self, "lox.wandb")
 
     def open(self, run: Run) -> None:
-        """Begin a W&B run with the options that `init` got."""
+        """Begin a W&B run with the options given to `init`."""
         self._open(run, *split(run))
 
 
@@ -41,11 +41,11 @@ def init(key: Any, *, config: Mapping[str, Any] | None = None, **kwargs: Any) ->
 
     Args:
         key: The PRNG key of the run, which gives it its name.
-        config: Hyper-parameters. Under `vmap`, arrays may differ from lane to lane.
-        **kwargs: Of `wandb.init`. A `name` or `id` that is given has the name of each run added.
+        config: Hyper-parameters. Under `vmap`, arrays may differ between lanes.
+        **kwargs: Arguments of `wandb.init`. The name of each run is appended to a given `name` or `id`.
 
     Returns:
-        A pytree of arrays, for `log` and `finish`; under `vmap` a run for every lane.
+        A pytree of arrays, for `log` and `finish`; under `vmap` one run per lane.
     """
     return _runs.init(key, kwargs, config)
 

@@ -1,4 +1,4 @@
-"""Where logs go: files, the console, trackers, several places at once.
+"""Loggers: they write logs to files, the console, trackers, or several of these at once.
 
 >>> import jax, jax.numpy as jnp, lox, tempfile
 >>> def train(x):

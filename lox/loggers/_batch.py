@@ -1,8 +1,8 @@
-"""Events of several runs as they come from the device, and as loggers want them.
+"""Events of several runs, from how they leave the device to how loggers take them.
 
-Arrays arrive with the axes that transformations gave them. A `Batch` has sorted them: all arrays of all keys are
-`(lane, event, *item)`, where a lane is a run; what the program mapped over inside one run stands after the event axis.
-Several batches of the same form are joined into one, which is what makes a busy queue cheap to write.
+Arrays arrive with the axes that transformations gave them. In a `Batch`, all arrays of all keys are
+`(lane, event, *item)`, where a lane is a run; lanes inside a run come after the event axis. Batches of the same form
+are joined, which makes a busy queue cheap to write.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from lox._data._logdict import Layout, logdict
 from lox.loggers._prng import with_words
 from lox.loggers._routing import ROUTE
 
-Axes = list[Any]  # what the leading axes of an array are: EVENT, or the number of a lane; the others are the item's
+Axes = list[Any]  # the leading axes of an array: EVENT, or the number of a lane; the remaining axes are the item's
 EVENT = "event"
 
 
@@ -35,38 +35,38 @@ class Batch:
 
     @property
     def form(self) -> Any:
-        """Batches of equal form can be joined."""
+        """What two batches must have in common to be joined."""
         logs = self.logs
         forms: list[Any] = [self.ids.tobytes()]
         for key in logs:
-            arrays = [*jax.tree.leaves(logs[key]), *(of[key] for of in logs.steps.values() if key in of)]
+            arrays = [*jax.tree.leaves(logs[key]), *(by_key[key] for by_key in logs.steps.values() if key in by_key)]
             forms += [key, jax.tree.structure(logs[key]), logs._layouts[key], key in logs.valid]
             forms += [(x.shape[2:], x.dtype) for x in arrays]
         return forms
 
     def with_ids(self, ids: np.ndarray) -> "Batch":
-        """The same events for other runs."""
+        """Give the same events to other runs."""
         return dataclasses.replace(self, ids=ids)
 
     def select(self, lanes: np.ndarray) -> "Batch":
-        """Some of the lanes."""
+        """Keep these lanes only."""
         logs = self.logs
         picked = logs._replace(
             {key: jax.tree.map(lambda x: x[lanes], logs[key]) for key in logs},
-            steps={name: {k: x[lanes] for k, x in of.items()} for name, of in logs.steps.items()},
+            steps={name: {k: x[lanes] for k, x in by_key.items()} for name, by_key in logs.steps.items()},
             valid={k: x[lanes] for k, x in logs.valid.items()},
             dropped={},
         )
         return Batch(self.ids[lanes], picked)
 
     def by_run(self) -> list["Batch"]:
-        """Batches in which every run has one lane: several lanes of a run become lanes inside of it."""
+        """Split into batches with one lane per run: several lanes of a run become lanes inside it."""
         lanes: dict[int, list[int]] = {}
         for index, number in enumerate(self.ids.tolist()):
             lanes.setdefault(number, []).append(index)
         if len(lanes) == len(self.ids):
             return [self]
-        return [self.select(np.asarray(of))._inside_one_run() for of in lanes.values()]
+        return [self.select(np.asarray(indices))._inside_one_run() for indices in lanes.values()]
 
     def _inside_one_run(self) -> "Batch":
         if len(self.ids) == 1:
@@ -84,38 +84,38 @@ class Batch:
         }
         changed = logs._replace(
             {key: jax.tree.map(inside, logs[key]) for key in logs},
-            steps={name: {k: inside(x) for k, x in of.items()} for name, of in logs.steps.items()},
+            steps={name: {k: inside(x) for k, x in by_key.items()} for name, by_key in logs.steps.items()},
             valid={k: inside(x) for k, x in logs.valid.items()},
             layouts=deeper,
         )
         return Batch(self.ids[:1], changed)
 
     def lane(self, index: int) -> logdict:
-        """The events that happened in one lane; keys without any are left out."""
+        """Return the events of one lane, without the keys that have none."""
         logs, lane = self.logs, logdict()
         for key in logs:
             leaves, treedef = jax.tree.flatten(logs[key])
             keep: Any = slice(None)
             valid = logs.valid[key][index] if key in logs.valid else None
             if valid is not None:
-                happened = valid.any(tuple(range(1, valid.ndim)))
-                if not happened.any():
+                any_lane = valid.any(tuple(range(1, valid.ndim)))
+                if not any_lane.any():
                     continue
-                keep = slice(None) if happened.all() else happened
-                if not valid[keep].all():  # some lanes inside the run have no event: only the mask can tell
+                keep = slice(None) if any_lane.all() else any_lane
+                if not valid[keep].all():  # lanes inside the run may lack the event, which only `valid` can tell
                     lane.valid[key] = valid[keep]
             elif not leaves[0].shape[1]:
                 continue
             lane[key] = jax.tree.unflatten(treedef, [x[index][keep] for x in leaves])
-            for name, of in logs.steps.items():
-                if key in of:
-                    lane.steps.setdefault(name, {})[key] = of[key][index][keep]
+            for name, by_key in logs.steps.items():
+                if key in by_key:
+                    lane.steps.setdefault(name, {})[key] = by_key[key][index][keep]
             lane._layouts[key] = logs._layouts[key]
         return lane
 
 
 def joined(batches: Sequence[Batch]) -> Iterator[Batch]:
-    """The same events in fewer batches; neighbours only, so that their order stays."""
+    """Join neighbouring batches of the same form, which keeps the order of events."""
     group: list[Batch] = []
     form: Any = None
     for batch in batches:
@@ -140,7 +140,8 @@ def _concatenate(group: list[Batch]) -> Batch:
     logs = first._replace(
         {key: jax.tree.map(lambda *xs: join(xs), *[b.logs[key] for b in group]) for key in first},
         steps={
-            name: {key: join(b.logs.steps[name][key] for b in group) for key in of} for name, of in first.steps.items()
+            name: {key: join(b.logs.steps[name][key] for b in group) for key in by_key}
+            for name, by_key in first.steps.items()
         },
         valid={key: join(b.logs.valid[key] for b in group) for key in first.valid},
         dropped={},
@@ -149,7 +150,7 @@ def _concatenate(group: list[Batch]) -> Batch:
 
 
 class _Sorter:
-    """Brings the arrays of one key into order: `(lane, event, *lanes inside the run, *item)`."""
+    """Brings the axes of a key's arrays into order: `(lane, event, *lanes inside the run, *item)`."""
 
     def __init__(self, run_axes: Axes, run_sizes: tuple[int, ...], inner_axes: Axes):
         self.run_axes, self.run_sizes, self.inner_axes = run_axes, run_sizes, inner_axes
@@ -165,7 +166,8 @@ class _Sorter:
         return Laned(x, tuple(a in axes for a in self.inner_axes))
 
 
-def _numbers_of(flags: Flags) -> list[Any]:
+def numbers_of(flags: Flags) -> list[Any]:
+    """Return the numbers of the lanes that an array has, according to its flags."""
     return [n for n, flag in enumerate(flags) if flag]
 
 
@@ -189,27 +191,27 @@ def _set(
     )
 
 
-# --- jobs: what callbacks leave for the writer's thread -------------------------------------------
+# --- jobs: what callbacks queue for the writer's thread -------------------------------------------
 
 Rename = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TapJob:
-    """An event, or a block of events, that `tap` delivered."""
+    """One event or several, as `tap` delivered them."""
 
     logs: logdict
-    rename: Rename | None = None  # the runs of another logger for those of this one
+    rename: Rename | None = None  # from the runs of an outer logger to those of this one
 
     @property
     def size(self) -> int:
-        """How many bytes the values take."""
-        # Not as a pytree if it can be helped: this is where the program waits.
+        """The size of the values in bytes."""
+        # Avoids pytrees if possible, because the program is waiting.
         return sum(x.nbytes if type(x) is np.ndarray else _size(x) for x in self.logs.values())
 
     @property
     def form(self) -> Any:
-        """Single events of equal form come from the same line of a program, for the same runs."""
+        """What is equal for single events of one line of a program and the same runs."""
         logs = self.logs
         layouts = [logs._layouts[key] for key in logs]
         if any(layout.events for layout in layouts):
@@ -231,31 +233,31 @@ class CallJob:
 
     plan: "Plan"
     ids: Laned
-    where: Laned
+    valid: Laned
     arrays: list[Laned]
     rename: Rename | None = None
 
     @property
     def size(self) -> int:
-        """How many bytes the values, steps and masks take."""
+        """The size of all arrays in bytes."""
         return _size(self.arrays)
 
     @property
     def form(self) -> Any:
-        """Not to be joined before they are sorted."""
+        """Unique, because calls are joined only as batches."""
         return self
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EndJob:
-    """No events of these runs will come any more."""
+    """The end of these runs: no more events follow."""
 
     ids: tuple[int, ...]
     rename: Rename | None = None
     size = 0
 
     def numbers(self) -> list[int]:
-        """The runs, as this logger numbers them."""
+        """Return the runs, as this logger numbers them."""
         return list(self.ids) if self.rename is None else self.rename(np.asarray(self.ids, np.int32)).tolist()
 
 
@@ -267,7 +269,7 @@ def _size(tree: Any) -> int:
 
 
 def sort(jobs: list[TapJob | CallJob]) -> Iterator[Callable[[], list[Batch]]]:
-    """How to make batches of jobs, in order. Events of the same form are joined first, which is much cheaper."""
+    """Yield functions that make the batches, in order. Events of the same form are joined first, which is cheaper."""
     for _, group in itertools.groupby(jobs, key=lambda job: job.form):
         yield functools.partial(_sort_alike, list(group))
 
@@ -275,7 +277,7 @@ def sort(jobs: list[TapJob | CallJob]) -> Iterator[Callable[[], list[Batch]]]:
 def _sort_alike(jobs: list[Any]) -> list[Batch]:
     first = jobs[0]
     if isinstance(first, CallJob):
-        batches = [first.plan.batch(first.ids, first.where, first.arrays)]
+        batches = [first.plan.batch(first.ids, first.valid, first.arrays)]
     else:
         batches = from_tap(first.logs if len(jobs) == 1 else _stacked([job.logs for job in jobs]))
     return batches if first.rename is None else [b.with_ids(first.rename(b.ids)) for b in batches]
@@ -285,8 +287,8 @@ def _stacked(events: list[logdict]) -> logdict:
     first = events[0]
     logs = first._replace(
         {key: jax.tree.map(lambda *xs: np.stack(xs), *[e[key] for e in events]) for key in first},
-        # The keys of an event share their steps and mask: most of the work is done once.
-        steps={name: _shared(of, [e.steps[name] for e in events]) for name, of in first.steps.items()},
+        # The keys of an event share their steps and `valid`, so most of the work is done once.
+        steps={name: _shared(by_key, [e.steps[name] for e in events]) for name, by_key in first.steps.items()},
         valid=_shared(first.valid, [e.valid for e in events]),
     )
     for key, layout in first._layouts.items():
@@ -294,11 +296,11 @@ def _stacked(events: list[logdict]) -> logdict:
     return logs
 
 
-def _shared(first: dict[str, Any], all_of: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def _shared(first: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     stacked: dict[int, np.ndarray] = {}
     for key, x in first.items():
         if id(x) not in stacked:
-            stacked[id(x)] = np.stack([of[key] for of in all_of])
+            stacked[id(x)] = np.stack([event[key] for event in events])
     return {key: stacked[id(x)] for key, x in first.items()}
 
 
@@ -306,32 +308,32 @@ def _shared(first: dict[str, Any], all_of: list[dict[str, Any]]) -> dict[str, np
 
 
 def from_tap(logs: logdict) -> list[Batch]:
-    """What `tap` delivered. All lanes stand together, those of the runs and those inside of them."""
+    """Make batches of what `tap` delivered, where lanes of runs and lanes inside them are mixed."""
     batches: list[Batch] = []
     for key in logs:
         layout = logs._layouts[key]
         flags = dict(layout.step_flags)
         route, run_flags = np.asarray(logs.steps[ROUTE][key]), flags[ROUTE]
         if layout.events:
-            # The same run at every event; where a lane has no event there is a -1.
+            # All events of a lane have the same run, or -1 where the lane has no event.
             route = route.max(0) if len(route) else np.full(route.shape[1:], -1, np.int32)
-        run_axes = _numbers_of(run_flags)
+        run_axes = numbers_of(run_flags)
         depth = max([len(run_flags), *(len(f) for f in layout.flags)])
         sorter = _Sorter(run_axes, route.shape, [n for n in range(depth) if n not in run_axes])
 
         def axes(flags: Flags, events: bool = layout.events) -> Axes:
-            return [EVENT] * events + _numbers_of(flags)
+            return [EVENT] * events + numbers_of(flags)
 
         leaves, treedef = jax.tree.flatten(logs[key])
         values = [sorter.sort(x, axes(f)) for x, f in zip(leaves, layout.flags, strict=True)]
         steps = {
-            name: sorter.sort(of[key], axes(flags[name]))
-            for name, of in logs.steps.items()
-            if key in of and name != ROUTE
+            name: sorter.sort(by_key[key], axes(flags[name]))
+            for name, by_key in logs.steps.items()
+            if key in by_key and name != ROUTE
         }
         valid = sorter.sort(logs.valid[key], axes(layout.valid_flags)) if key in logs.valid else None
         ids = route.reshape(-1)
-        # Keys that were logged together share their run; a key of a buffer that some lanes never logged does not.
+        # Keys that were logged together share their runs, unless some lanes never logged a buffered key.
         batch = next((b for b in batches if np.array_equal(b.ids, ids)), None)
         if batch is None:
             batch = Batch(ids, logdict())
@@ -345,7 +347,7 @@ def from_tap(logs: logdict) -> list[Batch]:
 
 @dataclasses.dataclass(frozen=True)
 class _KeyPlan:
-    """What the arrays of one key are, as far as the program knows: axes added by `vmap` come in front."""
+    """The axes of one key's arrays, as far as the program knows them: axes added by `vmap` come in front."""
 
     key: str
     treedef: Any
@@ -358,14 +360,14 @@ class _KeyPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How to make a batch of the operands of one host call."""
+    """Makes a batch of the operands of one host call."""
 
     keys: tuple[_KeyPlan, ...]
     dropped: tuple[str, ...]
 
     @classmethod
     def of(cls, logs: logdict) -> tuple["Plan", list[Any]]:
-        """The plan for these logs, and their arrays."""
+        """Return the plan for these logs, and their arrays."""
         plans, arrays = [], []
         for key in logs:
             layout = logs._layout(key)
@@ -373,59 +375,58 @@ class Plan:
             flags = dict(layout.step_flags)
             outer = logs._outer(key)
             steps = tuple(
-                (name, flags.get(name, ()), layout.events and np.ndim(of[key]) > outer)
-                for name, of in logs.steps.items()
-                if key in of
+                (name, flags.get(name, ()), layout.events and np.ndim(by_key[key]) > outer)
+                for name, by_key in logs.steps.items()
+                if key in by_key
             )
             valid = layout.valid_flags if key in logs.valid else None
             plans.append(_KeyPlan(key, treedef, outer, layout.events, layout.flags, steps, valid))
             arrays += leaves
             arrays += [logs.steps[name][key] for name, _, _ in steps]
             arrays += [logs.valid[key]] if valid is not None else []
-        # Logs that are there already have been complained about by `lox.spool`.
+        # `lox.spool` has already warned about logs that are concrete.
         dropped = {key: n for key, n in logs.dropped.items() if isinstance(n, _compat.Tracer)}
         return cls(tuple(plans), tuple(dropped)), [*arrays, *dropped.values()]
 
-    def batch(self, ids: Laned, where: Laned, operands: list[Laned]) -> Batch:
-        """Put them together again on the host; `where` tells in which lanes they happened."""
+    def batch(self, ids: Laned, lanes_valid: Laned, operands: list[Laned]) -> Batch:
+        """Put the arrays together again on the host; `lanes_valid` tells which lanes made the call."""
         logs = logdict()
         depth = len(ids.flags)
-        run_axes = _numbers_of(ids.flags)
+        run_axes = numbers_of(ids.flags)
         rest = iter(operands)
         for plan in self.keys:
             inside = max([len(f) for f in plan.flags])
-            # Lanes are numbered from the outermost on: of vmaps around, of vmaps of the logs as a whole, inside.
+            # Lanes are numbered from the outermost in: vmaps around the call, around the logs, inside the logs.
             inner = [n for n in range(depth + plan.outer + inside) if n not in run_axes]
             sorter = _Sorter(run_axes, ids.tree.shape, inner)
 
             def sort(x: Laned, flags: Flags, events: bool, outer: int = plan.outer, sorter: _Sorter = sorter) -> Laned:
-                around = _numbers_of(x.flags)
-                own = list(range(depth, depth + outer))
-                lanes = [depth + outer + n for n, flag in enumerate(flags) if flag]
-                return sorter.sort(x.tree, [*around, *own, *([EVENT] if events else []), *lanes])
+                front = [*numbers_of(x.flags), *range(depth, depth + outer)]
+                lanes = [depth + outer + n for n in numbers_of(flags)]
+                return sorter.sort(x.tree, [*front, *[EVENT] * events, *lanes])
 
             values = [sort(next(rest), f, plan.events) for f in plan.flags]
             steps = {name: sort(next(rest), f, events) for name, f, events in plan.steps}
             valid = sort(next(rest), plan.valid, plan.events) if plan.valid is not None else None
-            if not where.tree.all():
+            if not lanes_valid.tree.all():
                 shape = (*ids.tree.shape, values[0].tree.shape[1])
-                valid = _both(valid, sorter.sort(where.tree, _numbers_of(where.flags)), shape)
+                valid = _both(valid, sorter.sort(lanes_valid.tree, numbers_of(lanes_valid.flags)), shape)
             _set(logs, plan.key, plan.treedef, values, steps, valid)
         logs.dropped = {key: next(rest).tree for key in self.dropped}
         batch = Batch(ids.tree.reshape(-1), logs)
-        if where.tree.all():
+        if lanes_valid.tree.all():
             return batch
         around = [n for n in range(depth) if n not in run_axes]
-        happened = _Sorter(run_axes, ids.tree.shape, around).sort(where.tree, _numbers_of(where.flags)).tree
-        # A lane without a run did not get to `init`: so it has no event either.
-        return batch.select((batch.ids >= 0) | happened.any(tuple(range(1, happened.ndim))))
+        valid = _Sorter(run_axes, ids.tree.shape, around).sort(lanes_valid.tree, numbers_of(lanes_valid.flags)).tree
+        # A lane without a run never reached `init`, so it has no event either.
+        return batch.select((batch.ids >= 0) | valid.any(tuple(range(1, valid.ndim))))
 
 
-def _both(valid: Laned | None, where: Laned, shape: tuple[int, ...]) -> Laned:
-    """Slots that are valid and happened; `where` knows no events."""
+def _both(valid: Laned | None, lanes_valid: Laned, shape: tuple[int, ...]) -> Laned:
+    """Combine `valid` of the events with that of the lanes, which has no event axis."""
     if valid is None:
-        valid = Laned(np.ones((math.prod(shape[:-1]), shape[-1]), bool), (False,) * len(where.flags))
-    flags = tuple(a or b for a, b in zip(valid.flags, where.flags, strict=True))
+        valid = Laned(np.ones((math.prod(shape[:-1]), shape[-1]), bool), (False,) * len(lanes_valid.flags))
+    flags = tuple(a or b for a, b in zip(valid.flags, lanes_valid.flags, strict=True))
     ndim = 2 + sum(map(bool, flags))
-    masks = [_lanes.expand_to(x, flags, ndim, lead=2) for x in (valid, where)]
-    return Laned(masks[0] & masks[1], flags)
+    a, b = (_lanes.expand_to(x, flags, ndim, lead=2) for x in (valid, lanes_valid))
+    return Laned(a & b, flags)

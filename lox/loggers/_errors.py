@@ -1,41 +1,41 @@
-"""What goes wrong on the host while a program runs: told at once, raised when somebody can catch it."""
+"""Errors on the host while a program runs: warned about at once, raised where the user can catch them."""
 
 import threading
 
 from lox._data._sites import warner
 from lox._errors import LoxError, LoxWarning, StoreError
 
-_KEPT = 32  # errors that are kept apart, so that a disk that is full for hours does not fill memory too
+_KEPT = 32  # different errors to keep, so that errors for hours do not fill the memory
 _MORE = (LoxError, "")
 
 
 class ErrorLog:
-    """Collects exceptions from several threads. The first one is also a warning, so that it is known in time."""
+    """Collects exceptions from several threads, and warns of the first one at once."""
 
     def __init__(self, owner: str):
         self._owner = owner
         self._lock = threading.Lock()
         self._errors: dict[tuple[type, str], tuple[Exception, int]] = {}
         self._warned = False
-        self._warn = warner()  # with the line that made the logger
+        self._warn = warner()  # names the line that made the logger
 
     def add(self, error: BaseException, doing: str, quietly: bool = False) -> None:
-        """Keep an error, with what the logger was doing; quietly if it is about to be raised anyway."""
+        """Keep an error, with what the logger was doing; without a warning if it is about to be raised anyway."""
         if not isinstance(error, Exception):  # raised later, it would end the program there
             cause, error = error, LoxError(f"a host method raised {error!r}")
             error.__cause__ = cause
         with self._lock:
-            # A disk that is full is one error, whichever file it was about.
+            # A full disk is one error, whichever file it was about.
             refused = error.errno if isinstance(error, StoreError) else None
-            key = (type(error), str(refused or error))
-            first, count = self._errors.get(key, (error, 0))
+            kind = (type(error), str(refused or error))
+            first, count = self._errors.get(kind, (error, 0))
             if refused and count:
-                first = error  # the last one knows what became of it
+                first = error  # the last one says how it ended
             if not count:
                 error.add_note(f"{self._owner} was {doing}.")
             if not count and len(self._errors) >= _KEPT:
-                key, first, count = _MORE, *self._errors.get(_MORE, (LoxError("and other errors"), 0))
-            self._errors[key] = first, count + 1
+                kind, first, count = _MORE, *self._errors.get(_MORE, (LoxError("and other errors"), 0))
+            self._errors[kind] = first, count + 1
             warned, self._warned = self._warned, self._warned or not quietly
         if not (warned or quietly):
             self.warn(
@@ -44,7 +44,7 @@ class ErrorLog:
             )
 
     def warn(self, message: str) -> None:
-        """Warn, from whatever thread this is. A warning that was turned into an error is kept like any other."""
+        """Warn, from any thread. A warning that filters turn into an error is kept like the other errors."""
         try:
             self._warn(message)
         except LoxWarning as warning:
@@ -52,7 +52,7 @@ class ErrorLog:
                 self._errors.setdefault((LoxWarning, message), (warning, 1))
 
     def take(self) -> list[Exception]:
-        """The errors since the last time."""
+        """Return and forget the errors since the last call."""
         with self._lock:
             errors, self._errors = self._errors, {}
             self._warned = False

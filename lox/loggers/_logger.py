@@ -1,8 +1,8 @@
-"""`lox.Logger`: runs, and the way of events to them.
+"""`lox.Logger`: runs, and how events get to them.
 
-A logger is used from the program (`init`, `log`, `spool`, `tap`) and written on the host (`write`). In between:
-events of all lanes leave the device in one call with the numbers of their runs; the callback only queues them; one
-thread per logger sorts them by run and calls the host methods. What those raise never reaches the program.
+Programs call a logger's `init`, `log`, `spool` and `tap`; its host methods, such as `write`, do the writing. In
+between, the events of all lanes leave the device in one call with the numbers of their runs, a callback queues them,
+and one thread per logger sorts them by run and calls the host methods. What those raise never reaches the program.
 """
 
 import functools
@@ -25,15 +25,15 @@ from lox.loggers._batch import Batch
 from lox.loggers._errors import raise_all
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._routing import RoutedStream
-from lox.loggers._run import ConfigPlan, LoggerState, Run, key_words
+from lox.loggers._run import ConfigPlan, LoggerState, Run, prng_key_words
 from lox.loggers._values import as_logs
 
 
 class Logger:
-    """Base class of all loggers: one run per key, in any transformation.
+    """Base class of all loggers: one run per PRNG key, under any transformation.
 
     A subclass implements `write`, and may implement `open`, `finish`, `commit`, `pause`, `open_lanes` and
-    `write_lanes`. They are called on the host, never two at a time, and must not call JAX.
+    `write_lanes`. These are called on the host, one at a time, and must not call JAX.
 
     >>> import jax, jax.numpy as jnp, lox
     >>> class PrintLogger(lox.Logger):
@@ -48,21 +48,21 @@ class Logger:
     7 {'x': [0.0]}
     8 {'x': [1.0]}
 
-    Close it, or use it in a `with` block: that writes what is still queued and raises what went wrong. What is open
-    when Python exits is closed then.
+    Close a logger, or use it in a `with` block: that writes what is still queued and raises what went wrong. A logger
+    that is still open is closed when Python exits.
 
     Attributes:
-        queue_size: How many batches of events may wait to be written. When they do, the program waits too.
-        queue_bytes: How large they may be together.
+        queue_size: The number of host calls whose events may wait to be written; beyond it, the program waits.
+        queue_bytes: The total size of these events in bytes; beyond it, the program waits.
     """
 
     queue_size: int = 1024
     queue_bytes: int = 64 << 20
-    _takes_prng_keys: bool = False  # as `KeyWords`; all others get their words as arrays
+    _takes_prng_keys: bool = False  # as `PRNGKeyWords`; other loggers get arrays of words
     _pipeline: Pipeline
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Ready even if a subclass has an `__init__` of its own that does not call this one's."""
+        """Make the logger usable even if a subclass's `__init__` does not call this one's."""
         del args, kwargs
         self = super().__new__(cls)
         self._pipeline = self._make_pipeline()
@@ -77,18 +77,18 @@ class Logger:
         """Write events of one run.
 
         Args:
-            run: The run, with its `name`, `key`, `config` and the `resource` that `open` may have put there.
-            logs: NumPy arrays, read-only, all with an event axis, in the order of the events, with `steps`. Only what
-                happened in this run. If the program maps over something inside the run, these lanes come after the
-                event axis, and `logs.valid` may say which of them had the event. PRNG keys are arrays of their words.
+            run: The run, with its `name`, `key`, `config` and the `resource` that `open` may have set.
+            logs: The events of this run in order, with `steps`: read-only NumPy arrays, all with an event axis. If the
+                program maps over something inside the run, these lanes come after the event axis, and `logs.valid`
+                may say which of them had the event. PRNG keys are arrays of their words.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement `write`.")
 
     def write_lanes(self, runs: list[Run], logs: logdict) -> None:
         """Write events of several runs at once: every array has a lane axis, one lane per run, before the event axis.
 
-        By default, `write` is called for each. `logs.valid` has a mask `(lane, event, ...)` for keys that not every
-        lane logged.
+        By default, this calls `write` for each run. `logs.valid`, of shape `(lane, event, ...)`, has the keys that not
+        every lane logged.
         """
         batch = Batch(np.asarray([run.id for run in runs]), logs)
         for index, run in enumerate(runs):
@@ -98,40 +98,40 @@ class Logger:
                     self.write(run, lane)
 
     def open(self, run: Run) -> None:
-        """Prepare for a new run. What it raises reaches the caller of `init`, unless that is a compiled program."""
+        """Prepare for a new run. Errors reach the caller of `init`, unless that is a compiled program."""
 
     def open_lanes(self, runs: list[Run]) -> None:
-        """Prepare for all the runs that one `init` begins, one for each lane. By default, `open` is called for each."""
+        """Prepare for all runs that one `init` begins, one per lane. By default, this calls `open` for each."""
         for run in runs:
             self.open(run)
 
     def finish(self, run: Run) -> None:
-        """A run ends because the logger is being closed."""
+        """End a run, because it or the logger is being closed."""
 
     def commit(self) -> None:
-        """Make what was written so far safe; the last thing that `flush` does."""
+        """Make everything written so far durable; the last thing that `flush` does."""
 
     def pause(self) -> None:
-        """No event has come for a moment: what `write` held back, to write more at once, can be written now."""
+        """Write what `write` has held back: no event has come for a moment."""
 
     # --- for programs ---
 
     def init(self, key: Any, config: Mapping[str, Any] | None = None) -> LoggerState:
         """Begin a run.
 
-        Works wherever JAX does: under `vmap` every lane is a run of its own, and so is every iteration of a loop. The
-        same key again is a new run.
+        Works wherever JAX does: under `vmap` every lane is a run of its own, and so is every iteration of a loop. Using
+        the same PRNG key again begins another run.
 
         Args:
             key: The PRNG key of the run, which gives it its name.
-            config: Hyper-parameters: a dict of numbers, strings and arrays, also of other dicts. Under `vmap`, arrays
-                may differ from lane to lane.
+            config: Hyper-parameters: a dict of numbers, strings, arrays and dicts. Under `vmap`, arrays may differ
+                between lanes.
 
         Returns:
             A pytree of arrays, for `log`, `spool` and `tap`.
         """
         self._pipeline.require_open("init")
-        words, impl = key_words(key)
+        words, impl = prng_key_words(key)
         plan, arrays = ConfigPlan.of(config)
         (number,) = _host_calls.call(functools.partial(self._pipeline.begin, plan, impl), [words, *arrays], [np.int32])
         return LoggerState(number, words)
@@ -168,14 +168,14 @@ class Logger:
         Args:
             fun: Any function of JAX arrays, jitted or not.
             state: The run.
-            argnames: As for `lox.spool`, and so are all others.
-            tags: Write logs with one of these tags only.
-            keep_logs: Leave the logs to outer transformations too.
+            argnames: As for `lox.spool`, like the options below.
+            tags: Write only logs with one of these tags.
+            keep_logs: Also pass the logs on to outer transformations.
             interval: Write events 0, k, 2k, ... of each key.
             reduce: Combine the events of each key while the program runs.
             prefix: Put in front of every key.
-            capacity: Room for that many events of each key that is logged inside `while_loop`.
-            unify: Branches that log differently are always united.
+            capacity: How many events of each key to make room for inside a `while_loop`.
+            unify: Has no effect: branches that log differently are always united.
 
         Returns:
             A function with the signature and the result of `fun`.
@@ -183,8 +183,8 @@ class Logger:
         run = self._run_of(state, "spool")
         options: dict[str, Any] = dict(argnames=_names(argnames), tags=_names(tags), keep_logs=keep_logs)
         options |= dict(interval=interval, reduce=reduce, prefix=prefix, capacity=capacity, unify=unify)
-        _spool(fun, **options)  # complains about options now and not at the call
-        key = ("spool", self, _hashable(options))
+        _spool(fun, **options)  # raises errors about options now and not at the call
+        cache_key = ("spool", self, _hashable(options))
 
         def transform(fun: Callable[..., Any], args: Any, kwargs: Any, run: Any) -> Any:
             out, logs = _spool(fun, **options)(*args, **kwargs)
@@ -195,7 +195,7 @@ class Logger:
         @functools.wraps(fun)
         def spooled(*args: P.args, **kwargs: P.kwargs) -> R:
             self._pipeline.require_open("spool")
-            return _call.call(fun, key, transform, args, kwargs, run)
+            return _call.call(fun, cache_key, transform, args, kwargs, run)
 
         return spooled
 
@@ -215,13 +215,13 @@ class Logger:
         Args:
             fun: Any function of JAX arrays, jitted or not.
             state: The run.
-            argnames: As for `lox.tap`, and so are all others.
-            tags: Write logs with one of these tags only.
+            argnames: As for `lox.tap`, like the options below.
+            tags: Write only logs with one of these tags.
             prefix: Put in front of every key.
             interval: Write events 0, k, 2k, ... of each key.
             reduce: Combine the events of each key while the program runs, and write when the function ends; with
-                `buffer`, combine those of each call.
-            buffer: Call the host once for up to that many events.
+                `buffer`, combine those of each host call.
+            buffer: The number of events after which the host is called.
 
         Returns:
             A function with the signature and the result of `fun`.
@@ -241,18 +241,18 @@ class Logger:
     def flush(self) -> None:
         """Wait until everything logged so far is written.
 
-        Waits for the computations that this thread has started.
+        This waits for the computations that this thread has started.
 
         Raises:
-            Exception: What host methods have raised since the last time; an `ExceptionGroup` if that is several.
+            Exception: What host methods have raised since the last time; several errors come as an `ExceptionGroup`.
         """
         raise_all(self._pipeline.name, self._pipeline.settle())
 
     def close(self, state: LoggerState | None = None) -> None:
-        """Write what is queued and end all runs, or those of one state. Closing twice does nothing.
+        """Write what is queued and end all runs, or those of one state. Closing again does nothing.
 
         Args:
-            state: The run to end, or with a `vmap` around `init` the runs; the others go on. Under `jit`, a run ends
+            state: The run to end, or the runs if `init` was under `vmap`; the others go on. Under `jit`, a run ends
                 when the program gets here.
 
         Raises:
@@ -262,7 +262,7 @@ class Logger:
             return raise_all(self._pipeline.name, self._pipeline.shut())
         self._require_state(state, "close")
         waiting = _compat.is_evaluating()
-        errors = self._pipeline.settle() if waiting else []  # of computations that have not got so far
+        errors = self._pipeline.settle() if waiting else []  # of computations under way, which may still log
         _host_calls.call(self._pipeline.end, [jnp.asarray(state.run, jnp.int32)])
         raise_all(self._pipeline.name, [*errors, *(self._pipeline.settle() if waiting else [])])
 
@@ -274,13 +274,13 @@ class Logger:
         errors = self._pipeline.shut(error)
         if error is None:
             return raise_all(self._pipeline.name, errors)
-        for late in errors:  # the error under way is what matters, but these must not get lost
+        for late in errors:  # they must not get lost, but the error being raised comes first
             error.add_note(f"{self._pipeline.name} had an error too: {type(late).__name__}: {late}")
 
     # --- between program and host ---
 
     def _run_of(self, state: Any, what: str) -> Any:
-        """The number of the run, checked as far as possible before the program runs."""
+        """Return the number of the run, checked as far as possible while tracing."""
         self._require_state(state, what)
         if np.ndim(state.run):
             raise _errors.LogTypeError(
@@ -313,8 +313,8 @@ class Logger:
             _host_calls.call(self._pipeline.target(plan), [run, *arrays])
 
 
-def _names(given: Any) -> Any:
-    return given if given is None or isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+def _names(option: Any) -> Any:
+    return tuple(option) if isinstance(option, Iterable) and not isinstance(option, str) else option
 
 
 def _hashable(option: Any) -> Any:

@@ -1,10 +1,9 @@
-"""Runs that programs begin and end one by one: what modules like `lox.wandb` are made of.
+"""Runs that programs begin and end one by one, for modules like `lox.wandb`.
 
-One logger, made at the first use, serves all runs of the process. Each brings its own options along, beside its config.
-A run may end while others go on; that must happen after its last event is written, so the end is a job in the queue.
+One logger, made at the first use, serves all runs of the process. Each run brings its own options next to its config.
+A run may end while others go on, once its last event is written.
 """
 
-import itertools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,22 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from lox import _compat, _errors
-from lox._data._lanes import Laned
 from lox._engine import _host_calls
 from lox.loggers._logger import Logger
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._run import LoggerState, Run
 
 CONFIG, OPTIONS = "config", "options"
-
-
-class _End:
-    """A job: no more events of these runs."""
-
-    size = 0  # in bytes, of the queue
-
-    def __init__(self, numbers: list[int]):
-        self.numbers = numbers
 
 
 class SingleRunsPipeline(Pipeline):
@@ -38,36 +27,21 @@ class SingleRunsPipeline(Pipeline):
         self._ended: dict[int, str] = {}
 
     def unknown(self, number: int) -> _errors.LoxError:
-        """For a run that is not one of this logger's, or no longer."""
+        """Return the error for a run that is not one of this logger's, or no longer is."""
         if number in self._ended:
             return _errors.LoxError(f"run {self._ended[number]!r} is finished: `init` begins a new one.")
         return super().unknown(number)
 
-    def end(self, where: Laned, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> Any:
-        """Called by the program: end the runs of all lanes that get here."""
-        del eager
-        numbers, happened = (_host_calls.of_all_lanes(x, lanes) for x in (*operands, where))
-        self.enqueue(_End(numbers[happened].tolist()))  # type: ignore[arg-type]
-        return []
-
-    def _process(self, jobs: list[Any]) -> None:
-        for is_end, group in itertools.groupby(jobs, key=lambda job: isinstance(job, _End)):
-            alike: list[Any] = list(group)
-            if not is_end:
-                super()._process(alike)
+    def _finish(self, numbers: list[int]) -> None:
+        for number in numbers:
+            run = self.runs.pop(number, None)
+            if run is None:
+                self.errors.add(self.unknown(number), "finishing a run")
                 continue
-            for number in [number for job in alike for number in job.numbers]:
-                self._end_one(number)
-
-    def _end_one(self, number: int) -> None:
-        run = self.runs.pop(number, None)
-        if run is None:
-            self.errors.add(self.unknown(number), "finishing a run")
-            return
-        self._ended[number] = run.name
-        if number not in self.broken:
-            with self.isolated(f"finishing run {run.name!r}"):
-                self.logger.finish(run)
+            self._ended[number] = run.name
+            if number not in self.broken:
+                with self.isolated(f"finishing run {run.name!r}"):
+                    self.logger.finish(run)
 
 
 class SingleRuns:
@@ -83,7 +57,7 @@ class SingleRuns:
         self._making = threading.Lock()
 
     def logger(self) -> Logger:
-        """The logger of all runs; a new one if the last was closed or is another process's."""
+        """Return the logger of all runs; make one if there is none, or if it is closed or another process's."""
         with self._making:
             logger = self._logger
             if logger is None or logger._pipeline.closed or not logger._pipeline.is_of_this_process:
@@ -109,13 +83,13 @@ class SingleRuns:
         self.logger().log(run, logs, prefix, **steps)
 
     def flush(self) -> None:
-        """Wait until everything is handed to the tracker's client, and raise what went wrong meanwhile."""
+        """Wait until everything is handed to the tracker's client, and raise its errors."""
         self.logger().flush()
 
     def finish(self, run: LoggerState) -> None:
-        """End a run, once all that was logged before is written. Runs that nobody ends are ended when Python exits.
+        """End a run, once everything logged before is written. Runs that are still open end when Python exits.
 
-        Outside of `jit`, this waits until it is done and raises what went wrong.
+        Outside of `jit`, this waits until that is done and raises its errors.
 
         Args:
             run: What `init` returned.
@@ -129,13 +103,13 @@ class SingleRuns:
 
 
 class Box:
-    """An option of a client: never a pytree of arrays, whatever it is."""
+    """An option of a client, which JAX takes as one leaf even if it is a pytree of arrays."""
 
     def __init__(self, value: Any):
         self.value = value
 
 
 def split(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options that a run brought along, and its config."""
+    """Return the options of a run, and its config."""
     options = {name: box.value for name, box in run.config[OPTIONS].items()}
     return options, run.config[CONFIG]

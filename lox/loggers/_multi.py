@@ -21,9 +21,9 @@ class MultiLogger(Logger):
     ...     state = logger.init(jax.random.key(0))
     ...     logger.log(state, {"loss": 0.5})
 
-    Each has its own queue and thread, so that a slow one does not hold up the others until its queue is full; one that
-    fails does not stop the others, not even if it cannot open a run: what went wrong is raised by `flush` and `close`.
-    Closing it closes them all.
+    Each has its own queue and thread, so that a slow one does not hold up the others until its queue is full. One that
+    fails, even to open a run, does not stop the others: `flush` and `close` raise its errors. Closing a MultiLogger
+    closes them all.
     """
 
     def __init__(self, *loggers: Logger):
@@ -36,12 +36,12 @@ class MultiLogger(Logger):
         return _FanOut(self)
 
     def write(self, run: Run, logs: logdict) -> None:
-        """Never called: events go straight to the queues of the loggers."""
+        """Raise: events go straight to the queues of the loggers, so this is never called."""
         raise AssertionError
 
 
 class _FanOut(Pipeline):
-    """Hands everything on to the pipelines of other loggers, at once: it has no queue of its own."""
+    """Hands everything on at once to the pipelines of other loggers, without a queue of its own."""
 
     def __init__(self, logger: Logger):
         super().__init__(logger)
@@ -53,13 +53,13 @@ class _FanOut(Pipeline):
         return [logger._pipeline for logger in self.logger.loggers]
 
     def require_open(self, what: str) -> None:
-        """One closed logger is an error: its events would be missing."""
+        """Raise an error if any logger is closed, because its events would be missing."""
         super().require_open(what)
         for other in self._others:
             other.require_open(what)
 
     def open(self, runs: list[Run], eager: bool) -> None:
-        """A run is one run of each logger, of which any may fail."""
+        """Open a run of each logger for every run; any of them may fail."""
         del eager
         for run in runs:
             run.resource = [other.new_run(run.key, dict(run.config), run.impl) for other in self._others]
@@ -68,14 +68,14 @@ class _FanOut(Pipeline):
         self.runs.update({run.id: run for run in runs})
 
     def enqueue(self, job: Job) -> None:
-        """Queue events everywhere."""
+        """Queue a job with every logger."""
         if isinstance(job, EndJob):
             self.ended.update(job.numbers())
         for number, other in enumerate(self._others):
             other.enqueue(dataclasses.replace(job, rename=self._renaming(number, job.rename)))
 
     def _renaming(self, number: int, before: Rename | None) -> Rename:
-        """From runs of this logger to those of one inside; always the same function, or events could not be joined."""
+        """Map runs of this logger to those of a logger inside; always the same function, so that events are joined."""
 
         def rename(ids: np.ndarray) -> np.ndarray:
             runs = [self.runs.get(n) for n in (ids if before is None else before(ids)).tolist()]
@@ -84,10 +84,10 @@ class _FanOut(Pipeline):
         return self._renames.setdefault((number, before), rename)
 
     def settle(self) -> list[Exception]:
-        """All of them."""
+        """Settle all loggers."""
         return [error for other in self._others for error in other.settle()] + self.errors.take()
 
     def shut(self, failure: BaseException | None = None) -> list[Exception]:
-        """All of them."""
+        """Shut all loggers."""
         self.closed = True
         return [error for other in self._others for error in other.shut(failure)] + self.errors.take()

@@ -1,6 +1,6 @@
-"""The host half of a logger: which runs there are, the queue of their events, and what went wrong.
+"""The host half of a logger: its runs, the queue of their events, and its errors.
 
-Everything here runs outside of JAX: in callbacks, on the writer's thread, or where the user waits.
+Everything here is called outside of JAX: in callbacks, on the writer's thread, or while the user waits.
 """
 
 import atexit
@@ -19,6 +19,7 @@ from lox import _errors
 from lox._data import _lanes
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict, warn_of_dropped
+from lox._engine import _host_calls
 from lox.loggers import _batch
 from lox.loggers._batch import Batch, CallJob, EndJob, Job, TapJob
 from lox.loggers._errors import ErrorLog, raise_all
@@ -29,7 +30,7 @@ from lox.loggers._run import ConfigPlan, Run
 if TYPE_CHECKING:
     from lox.loggers._logger import Logger
 
-_numbers = itertools.count()  # of runs, in this process: no two loggers share one
+_numbers = itertools.count()  # of runs, unique in this process across loggers
 
 
 class Pipeline:
@@ -38,10 +39,10 @@ class Pipeline:
     def __init__(self, logger: "Logger", opens_lanes: bool = False, name: str | None = None):
         self.logger = logger
         self.name = name or type(logger).__name__  # for messages
-        self._opens_lanes = opens_lanes  # all runs of an `init` at once
+        self._opens_lanes = opens_lanes  # whether `open_lanes` takes all runs of an `init` at once
         self.runs: dict[int, Run] = {}
         self.broken: set[int] = set()  # runs that could not be opened
-        self.ended: set[int] = set()  # runs that were closed before the others
+        self.ended: set[int] = set()  # runs that were closed before the logger
         self.errors = ErrorLog(self.name)
         self.closed = False
         self._lock = threading.RLock()  # held while host methods run
@@ -52,7 +53,7 @@ class Pipeline:
     # --- for programs ---
 
     def require_open(self, what: str) -> None:
-        """Complain if the logger cannot be used any more."""
+        """Raise an error if the logger can no longer be used."""
         if self.closed:
             raise _errors.LoxError(f"`{what}`: this {self.name} is closed. Make a new one.")
         if not self.is_of_this_process:
@@ -62,39 +63,39 @@ class Pipeline:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether this process, and not the one it was forked from, uses the logger."""
+        """Whether the logger belongs to this process, not to the one it was forked from."""
         return self._writer is None or self._writer.is_of_this_process
 
     def unknown(self, number: int) -> _errors.LoxError:
-        """For a run that is not one of this logger's."""
+        """Return the error for a run that is not one of this logger's."""
         return _errors.LoxError(
             f"{self.name} has no run number {number}: its state was made by another logger or in another process. "
             "Call `init` of this one."
         )
 
     def over(self, number: int) -> _errors.LoxError:
-        """For a run that was closed."""
+        """Return the error for a run that was closed."""
         return _errors.LoxError(f"run {self.runs[number].name!r} is closed. Begin another with `init`.")
 
     def target(self, plan: _batch.Plan) -> Any:
-        """Who receives events of this form: always the same object, so that JAX's caches find it again."""
+        """Return the receiver of events of this form: always the same object, so that JAX's caches hit."""
         return self._targets.setdefault(plan, functools.partial(self.receive, plan))
 
     # --- in callbacks ---
 
     def begin(
-        self, plan: ConfigPlan, impl: str | None, where: Laned, operands: list[Laned], lanes: Any, eager: bool
+        self, plan: ConfigPlan, impl: str | None, valid: Laned, operands: list[Laned], lanes: Any, eager: bool
     ) -> Any:
-        """Open a run for every lane that gets here; returns their numbers, -1 for the others."""
-        if self.closed or not self.is_of_this_process:  # better no result than one whose every event is lost
+        """Open a run for every valid lane; return the numbers of the runs, -1 for the other lanes."""
+        if self.closed or not self.is_of_this_process:  # better to fail now than to lose every event
             raise _errors.LoxError(
-                f"`init`: this {self.name} is closed, but a compiled function still uses it. JAX keeps what it has "
-                "compiled with the objects that it saw then: make the function anew for a new logger, or give it the "
+                f"`init`: this {self.name} is closed, but a compiled function still uses it. Compiled functions keep "
+                "the logger that they were traced with: define the function again for a new logger, or pass it the "
                 "state of `init` as an argument."
             )
         (words, *arrays), numbers, runs = operands, [], []
         for index in np.ndindex(lanes):
-            if not _lanes.pick(where, index):
+            if not _lanes.pick(valid, index):
                 numbers.append(-1)
                 continue
             config = plan.rebuild([_lanes.pick(x, index) for x in arrays])
@@ -105,11 +106,11 @@ class Pipeline:
         return [np.asarray(numbers, np.int32)]
 
     def new_run(self, words: np.ndarray, config: dict[str, Any], impl: str | None) -> Run:
-        """A run that nobody has opened yet."""
+        """Make a run that is not open yet."""
         return Run(next(_numbers), words, config, impl)
 
     def open(self, runs: list[Run], eager: bool) -> None:
-        """Open runs. If the user waits for it, errors are theirs; a compiled program must not see them."""
+        """Open runs. Errors reach a user who waits for it (`eager`), but never a compiled program."""
         self._register()
         for together in [runs] if self._opens_lanes and runs else [[run] for run in runs]:
             numbers = {run.id: run for run in together}
@@ -118,13 +119,13 @@ class Pipeline:
                     self.logger.open_lanes(together)
                     self.runs.update(numbers)
                 continue
-            self.runs.update(numbers)  # even if it fails: the program is under way, its events have to go somewhere
+            self.runs.update(numbers)  # even if opening fails: the program goes on and sends events
             self.broken.update(numbers)
             with self.isolated(f"opening {_run_names(together)}"):
                 self.logger.open_lanes(together)
                 self.broken.difference_update(numbers)
-        # A client that ends its own runs at exit has asked for that while it opened the first one. Who asks last is
-        # called first, and events that are still queued then have to be written before.
+        # Queued events must be written before a client ends its runs at exit. It registers that when it opens its
+        # first run, and atexit calls the last one registered first.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
 
@@ -140,30 +141,30 @@ class Pipeline:
         return writer
 
     def receive_tap(self, logs: logdict) -> None:
-        """Events that `tap` delivers."""
+        """Queue events that `tap` delivers."""
         self.enqueue(TapJob(logs))
 
-    def receive(self, plan: _batch.Plan, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
-        """Events that `spool` collected, or that were given to `log`."""
+    def receive(self, plan: _batch.Plan, valid: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
+        """Queue events that `spool` collected or that were given to `log`."""
         del lanes, eager
-        if where.tree.any():
+        if valid.tree.any():
             ids, *arrays = operands
-            self.enqueue(CallJob(plan, ids, where, arrays))
+            self.enqueue(CallJob(plan, ids, valid, arrays))
         return []
 
-    def end(self, where: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
-        """End runs once all that was queued for them is written; -1 is none."""
+    def end(self, valid: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
+        """End runs once everything queued for them is written; the number -1 is no run."""
         del eager
         (ids,) = operands
         index = tuple(slice(None) if flag else None for flag in ids.flags)
-        item = ids.tree.shape[sum(map(bool, ids.flags)) :]  # a state may be that of several runs
+        item = ids.tree.shape[sum(map(bool, ids.flags)) :]  # a state may stand for several runs
         numbers = np.broadcast_to(ids.tree[index], (*lanes, *item)).reshape(math.prod(lanes), -1)
-        happened = np.broadcast_to(where.tree[tuple(slice(None) if f else None for f in where.flags)], lanes)
-        self.enqueue(EndJob(tuple(dict.fromkeys(numbers[happened.reshape(-1)].reshape(-1).tolist()))))
+        numbers = numbers[_host_calls.of_all_lanes(valid, lanes)]
+        self.enqueue(EndJob(tuple(dict.fromkeys(numbers.reshape(-1).tolist()))))
         return []
 
     def enqueue(self, job: Job) -> None:
-        """Queue events for the writer's thread, which is to sort them too: the program waits for this one."""
+        """Queue a job for the writer's thread, which does the rest: the program waits for this method."""
         if self.closed or not self.is_of_this_process:
             self.errors.add(_errors.LoxError("events came after the logger was closed: they are lost"), "taking events")
             return
@@ -173,7 +174,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def isolated(self, doing: str, quietly: bool = False) -> Iterator[None]:
-        """Call host methods: one at a time, and what they raise goes no further."""
+        """Call host methods one at a time, and keep their errors from going any further."""
         try:
             with self._lock:
                 yield
@@ -185,7 +186,7 @@ class Pipeline:
     def _process(self, jobs: list[Job]) -> None:
         try:
             self._sort_and_write(jobs)
-        except BaseException as error:  # nothing may get lost without a word, not by a mistake of ours either
+        except BaseException as error:  # no event may get lost silently, not even by a bug in lox
             self.errors.add(error, f"handling {len(jobs)} batches of events")
 
     def _pause(self) -> None:
@@ -194,16 +195,16 @@ class Pipeline:
                 self.logger.pause()
 
     def _sort_and_write(self, jobs: list[Job]) -> None:
-        for ends, some in itertools.groupby(jobs, key=lambda job: isinstance(job, EndJob)):
+        for ends, group in itertools.groupby(jobs, key=lambda job: isinstance(job, EndJob)):
             if ends:
-                self._finish([number for job in some if isinstance(job, EndJob) for number in job.numbers()])
+                self._finish([number for job in group if isinstance(job, EndJob) for number in job.numbers()])
             else:
-                self._write_all(list(some))
+                self._write_all(list(group))
 
     def _finish(self, numbers: list[int]) -> None:
         for number in dict.fromkeys(numbers):
             if number not in self.runs:
-                if number >= 0:  # there are none in lanes that did not get to `init`
+                if number >= 0:  # -1 in lanes that did not reach `init`
                     self.errors.add(self.unknown(number), "closing a run")
             elif number not in self.broken | self.ended:
                 self.ended.add(number)
@@ -251,14 +252,14 @@ class Pipeline:
     # --- at the end ---
 
     def catch_up(self) -> None:
-        """Wait until everything is with the logger; errors are kept for `settle`."""
+        """Wait until every event has reached the host methods; keep errors for `settle`."""
         if self.is_of_this_process and not self.closed:
             for error in effects():
                 self.errors.add(error, "waiting for computations")
             self._drain()
 
     def settle(self) -> list[Exception]:
-        """Wait until everything is written; returns the errors."""
+        """Wait until everything is written; return the errors."""
         return [*self._commit(), *self.errors.take()]
 
     def _commit(self) -> list[Exception]:
@@ -270,14 +271,14 @@ class Pipeline:
         return errors
 
     def shut(self, failure: BaseException | None = None) -> list[Exception]:
-        """End all runs; returns the errors. `failure` is what ended the program, if it failed."""
+        """End all runs and return the errors. `failure` is the exception that ended the program, if any."""
         if self.closed:
-            return self.errors.take()  # of events that came too late
+            return self.errors.take()  # about events that came too late
         errors = self._commit()
         self.closed = True
         _open_pipelines.pop(id(self), None)
         if self.is_of_this_process:
-            self._drain()  # what came meanwhile, from other threads
+            self._drain()  # events that other threads have sent meanwhile
             if self._writer is not None:
                 self._writer.stop()
             for run in [run for run in self.runs.values() if run.id not in self.broken | self.ended]:
@@ -296,10 +297,10 @@ def _run_names(runs: list[Run]) -> str:
 
 
 def effects() -> list[Exception]:
-    """Wait for the callbacks of the computations under way."""
+    """Wait for the callbacks of the computations under way; return their error, if any."""
     try:
         jax.effects_barrier()
-    except Exception as error:  # of a computation, which has nothing to do with the logger; it must still be closed
+    except Exception as error:  # of a computation, not of the logger, which must still be closed
         return [error]
     return []
 
@@ -308,6 +309,6 @@ _open_pipelines: dict[int, Pipeline] = {}
 
 
 def _close_all() -> None:
-    """Whoever forgets to close a logger still gets its events, and its errors."""
+    """Close the loggers that the user forgot to close: their events and errors must not get lost."""
     errors = [error for pipeline in list(_open_pipelines.values()) for error in pipeline.shut()]
     raise_all("lox, closing the loggers that were still open,", errors)

@@ -1,7 +1,7 @@
 """PRNG keys among the values of events.
 
-To the host a key travels as its words, and what made it would be forgotten. So it travels as a node of the value's
-pytree that knows: whatever handles the arrays of an event need not.
+A PRNG key travels to the host as its words, which do not tell its implementation. A node of the value's pytree does,
+so code that handles the arrays of an event need not know.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from lox.store._keys import KeyData, impl_name
 
 
 @jax.tree_util.register_pytree_node_class
-class KeyWords:
-    """The words of PRNG keys, which are the last axis of an array, and what made the keys."""
+class PRNGKeyWords:
+    """PRNG keys as their words, the last axis of an array, and the name of their implementation."""
 
     __slots__ = ("impl", "words")
 
@@ -24,30 +24,30 @@ class KeyWords:
         self.words, self.impl = words, impl
 
     def tree_flatten(self) -> tuple[Any, str]:
-        """As a pytree, the implementation is structure."""
+        """Return the words as the child and the implementation as structure."""
         return (self.words,), self.impl
 
     @classmethod
-    def tree_unflatten(cls, impl: str, children: Any) -> "KeyWords":
-        """The inverse of `tree_flatten`."""
+    def tree_unflatten(cls, impl: str, children: Any) -> "PRNGKeyWords":
+        """Undo `tree_flatten`."""
         return cls(children[0], impl)
 
 
-def is_key(x: Any) -> bool:
-    """Whether this is an array of typed PRNG keys."""
+def is_prng_key(x: Any) -> bool:
+    """Tell whether this is an array of typed PRNG keys."""
     return hasattr(x, "dtype") and _arrays.is_prng_key(x.dtype)
 
 
 def with_words(leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
-    """The leaves and the structure of a value with `KeyWords` in place of keys: as many leaves, in the same order."""
-    if not any(map(is_key, leaves)):
+    """Replace PRNG keys by `PRNGKeyWords`: the number and order of leaves stay the same."""
+    if not any(map(is_prng_key, leaves)):
         return leaves, treedef
-    nodes = [KeyWords(jax.random.key_data(x), impl_name(x)) if is_key(x) else x for x in leaves]
+    nodes = [PRNGKeyWords(jax.random.key_data(x), impl_name(x)) if is_prng_key(x) else x for x in leaves]
     return jax.tree.flatten(jax.tree.unflatten(treedef, nodes))
 
 
 def words_only(logs: logdict) -> logdict:
-    """For loggers that have no use for keys: their words, as arrays."""
+    """Replace PRNG keys by plain arrays of their words, for loggers that have no use for them."""
     if all(type(value) is np.ndarray for value in logs.values()):
         return logs
     bare = {key: jax.tree.map(_words, value, is_leaf=_is_node) for key, value in logs.items()}
@@ -55,7 +55,7 @@ def words_only(logs: logdict) -> logdict:
 
 
 def with_key_data(logs: logdict) -> logdict:
-    """For loggers that keep keys: `KeyData`, an array of keys without the axis of the words."""
+    """Replace PRNG keys by `KeyData`, which hides the axis of the words, for loggers that store them."""
     if all(type(value) is np.ndarray for value in logs.values()):
         return logs
     values, layouts = {}, dict(logs._layouts)
@@ -68,7 +68,7 @@ def with_key_data(logs: logdict) -> logdict:
 
 
 def _is_node(x: Any) -> bool:
-    return type(x) is KeyWords
+    return type(x) is PRNGKeyWords
 
 
 def _words(x: Any) -> Any:

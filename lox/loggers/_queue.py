@@ -1,7 +1,7 @@
-"""The thread that does a logger's work, and the queue that leads to it.
+"""The thread that does a logger's work, and its queue.
 
-Callbacks run on threads of the runtime, which waits for them: all they do is queue. The queue is bounded, in jobs and
-in bytes. When it is full, `put` waits, and with it the program: nothing is lost, and memory does not grow.
+The runtime waits for callbacks, so all they do is queue a job. The queue is bounded, in jobs and in bytes. When it is
+full, `put` and with it the program waits: nothing is lost, and memory does not grow.
 """
 
 import collections
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_PAUSE = 0.1  # seconds without a job after which what was held back may be written
-_IDLE = 5.0  # seconds after which a thread without work ends; the next job starts another
+_PAUSE = 0.1  # seconds without a job before `pause` is called
+_IDLE = 5.0  # seconds without a job before the thread ends; the next job starts another
 
 
 class Writer:
-    """Hands jobs to `process`, several at a time, in order, from one thread, and calls `pause` when no more come."""
+    """Hands jobs to `process` in order, several at a time, from one thread, and calls `pause` when there are none."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Writer:
     ):
         self._process, self._pause, self._name = process, pause, name
         self._capacity, self._capacity_bytes = max(1, capacity), max(1, capacity_bytes)
-        self._bytes = 0  # of the jobs that are not done
+        self._bytes = 0  # of the unfinished jobs
         self._jobs: collections.deque[Any] = collections.deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -38,11 +38,11 @@ class Writer:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether the thread can be alive: `fork` takes the queue along, but not the thread."""
+        """Whether the thread can be alive: `fork` copies the queue, but not the thread."""
         return self._pid == os.getpid()
 
     def put(self, job: Any, size: int) -> None:
-        """Queue a job of so many bytes; waits while the queue is full."""
+        """Queue a job of `size` bytes; wait while the queue is full."""
         with self._changed:
             inside = threading.current_thread() is self._thread
             while not inside and self._is_full():
@@ -58,7 +58,7 @@ class Writer:
         return self._put - self._done >= self._capacity or self._bytes >= self._capacity_bytes
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until everything queued so far is done; False if that took longer than `timeout` seconds."""
+        """Wait until everything queued so far is done; return False if that takes longer than `timeout` seconds."""
         with self._changed:
             if threading.current_thread() is self._thread:
                 return True
@@ -66,14 +66,14 @@ class Writer:
             deadline = None if timeout is None else time.monotonic() + timeout
             while self._done < until:
                 self._start()
-                # Not for ever: an interrupt must get through, and a thread that is gone must be noticed.
+                # Not forever: an interrupt must get through, and a dead thread must be noticed.
                 self._changed.wait(0.2)
                 if deadline is not None and time.monotonic() > deadline:
                     return False
         return True
 
     def stop(self) -> None:
-        """Let the thread end when its work is done; another job would start a new one."""
+        """Let the thread end when its work is done; another job starts a new one."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -84,7 +84,7 @@ class Writer:
         self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # the interpreter is shutting down: no more threads, so the caller does the work
+        except RuntimeError:  # the interpreter is shutting down and starts no threads: the caller does the work
             self._thread = threading.current_thread()
             while self._jobs:
                 self._work_once()

@@ -1,8 +1,8 @@
-"""`tap` for loggers: every event leaves with the number of the run it belongs to.
+"""`tap` for loggers: every event leaves with the number of its run.
 
-The number is an array like any other, threaded through the program in the state of the handler: under `vmap` it has
-the lanes of the logger's state, so one host call with the events of all lanes brings along where each of them goes. It
-leaves as a step of the event, and is never part of the events that flow on to outer transformations.
+The number is an array in the state of the handler. Under `vmap` it has the lanes of the logger's state, so one host
+call brings the events of all lanes together with their runs. It leaves as a step of the event, and is never part of
+the events that flow on to outer transformations.
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from lox._engine._interpret import Frame
 from lox._transforms._tap import Stream
 from lox.loggers._prng import with_words
 
-ROUTE = "\0run"  # a step that no user's step is called
+ROUTE = "\0run"  # a name that no user gives to a step
 
 
 @dataclasses.dataclass(frozen=True)
 class RoutedStream(Stream):
     """Streams events together with the number of their run, `state["run"]`."""
 
-    waits: ClassVar[bool] = False  # for the callback only queues the event: computations may stay asynchronous
+    waits: ClassVar[bool] = False  # the callback only queues the event, so computations may stay asynchronous
 
     def leaving(self, frame: Frame, event: Event) -> Event:
-        """With its run, and PRNG keys as their words."""
+        """Add the run to an event, and turn PRNG keys into their words."""
         route = _route(frame, [x for leaves in event.values.values() for x in leaves], ())
         values, treedefs = {}, {}
         for key, leaves in event.values.items():
@@ -35,7 +35,7 @@ class RoutedStream(Stream):
         return event.replace(values=values, treedefs=treedefs, steps={**event.steps, ROUTE: route})
 
     def series_leaving(self, frame: Frame, series: Series) -> Series:
-        """All with their run, and PRNG keys as their words."""
+        """Add the run to every event, and turn PRNG keys into their words."""
         route = _route(frame, series.values, () if series.single else (series.count(),))
         values, treedef = _with_words(series.values, series.treedef)
         return dataclasses.replace(series, values=values, treedef=treedef, steps={**series.steps, ROUTE: route})
@@ -47,6 +47,6 @@ def _with_words(values: list[Laned], treedef: Any) -> tuple[list[Laned], Any]:
 
 
 def _route(frame: Frame, values: list[Laned], shape: tuple[int, ...]) -> Laned:
-    depth = max((len(x.flags) for x in values), default=0)  # vmaps inside the function, which do not concern the run
+    depth = max((len(x.flags) for x in values), default=0)  # vmaps inside the function, all of one run
     number: Any = frame.state["run"]
     return Laned(jnp.broadcast_to(number, shape) if shape else number, (False,) * depth)

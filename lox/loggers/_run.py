@@ -1,7 +1,7 @@
-"""A run: on the device a few numbers, on the host an object."""
+"""Runs: a few numbers on the device, an object on the host."""
 
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,17 +9,17 @@ import numpy as np
 
 from lox import _errors
 from lox.loggers._files._rows import plain
-from lox.loggers._prng import is_key
+from lox.loggers._prng import is_prng_key
 from lox.store import names
 from lox.store._keys import impl_name
 
 
 class LoggerState(NamedTuple):
-    """What `Logger.init` returns: arrays only, so that it can be an argument, a carry, a lane of a `vmap`.
+    """The state that `Logger.init` returns: arrays only, so that it can be an argument, a carry, a lane of a `vmap`.
 
     Attributes:
         run: The number of the run in this process.
-        key: The words of the PRNG key that the run was made with.
+        key: The words of the run's PRNG key.
     """
 
     run: Any
@@ -32,10 +32,10 @@ class Run:
     Attributes:
         id: Its number, unique in this process.
         key: The words of its PRNG key.
-        impl: What made the key, such as "threefry2x32"; None for keys of the old style, which do not say.
-        name: The key's words as text; a logger that finds the name taken may change it.
-        config: What `init` was given, with NumPy arrays and Python numbers.
-        resource: Whatever the logger keeps for the run: a file, a client's object.
+        impl: The implementation of the PRNG key, such as "threefry2x32"; None for an old-style key, which has none.
+        name: The words of the PRNG key as text; a logger may change it if the name is taken.
+        config: The config given to `init`, with NumPy arrays and Python numbers.
+        resource: What the logger keeps for the run: a file, a client's object.
         failure: The exception that ended the logger's `with` block, if one did.
     """
 
@@ -50,30 +50,27 @@ class Run:
 
 
 class Names:
-    """The names of a logger's runs."""
+    """The names that are taken by a logger's runs."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
-    def take(self, run: Run, others: Container[str] = ()) -> None:
-        """Give the run a name that no other one has, nor is one of `others`: 42 becomes 42.1."""
-        name, attempt = run.name, 0
-        while run.name in self._taken or run.name in others:
-            attempt += 1
-            run.name = f"{name}.{attempt}"
+    def take(self, run: Run, others: Iterable[str] = ()) -> None:
+        """Give the run a name that is neither taken nor in `others`: 42 becomes 42.1."""
+        run.name = names.attempt(run.name, self._taken.union(others))
         self._taken.add(run.name)
 
 
-def key_words(key: Any) -> tuple[Any, str | None]:
-    """The words of one PRNG key, typed or not, and what made it."""
+def prng_key_words(prng_key: Any) -> tuple[Any, str | None]:
+    """Return the words of one PRNG key, typed or not, and its implementation if known."""
     impl = None
-    if is_key(key):
-        words, impl = jax.random.key_data(key), impl_name(key)
-    elif hasattr(key, "dtype") and key.dtype == np.uint32 and names.is_raw(key):
-        words = key
+    if is_prng_key(prng_key):
+        words, impl = jax.random.key_data(prng_key), impl_name(prng_key)
+    elif hasattr(prng_key, "dtype") and prng_key.dtype == np.uint32 and names.is_raw(prng_key):
+        words = prng_key
     else:
         raise _errors.LogTypeError(
-            f"`init` got {key!r} for the run's key: give it a PRNG key such as `jax.random.key(0)`."
+            f"`init` got {prng_key!r} for the run's key: give it a PRNG key such as `jax.random.key(0)`."
         )
     if words.ndim != 1:
         raise _errors.LogTypeError(
@@ -85,31 +82,30 @@ def key_words(key: Any) -> tuple[Any, str | None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConfigPlan:
-    """How to put a config together again: its arrays travel through the program, the rest stays in Python."""
+    """Puts a config together again: its arrays travel through the program, the rest stays in Python."""
 
     treedef: Any
-    static: tuple[Any, ...]  # one entry per leaf, `_ARRAY` where the leaf is an array
+    static: tuple[Any, ...]  # the leaves, with `_ARRAY` in place of arrays
 
     @classmethod
     def of(cls, config: Any) -> tuple["ConfigPlan", list[Any]]:
-        """The plan, and the arrays."""
+        """Return the plan, and the arrays."""
         if config is not None and not isinstance(config, Mapping):
             raise _errors.LogTypeError(f"`config` is {config!r}; it must be a dict of hyper-parameters.")
-        # A None is a value here ("no clipping"), not an empty tree.
+        # Here None is a value ("no clipping"), not an empty tree.
         try:
             leaves, treedef = jax.tree.flatten(config or {}, is_leaf=lambda x: x is None)
         except (TypeError, ValueError) as error:
             raise _errors.LogTypeError(
-                f"`config` is {config!r}, which is no tree to JAX: are all keys of its dicts strings?"
+                f"`config` is {config!r}, which JAX cannot flatten: are all keys of its dicts strings?"
             ) from error
-        # NumPy's stay in Python too: as operands of a program, numbers of 64 bits would become others.
-        is_array = [isinstance(x, jax.Array) for x in leaves]
-        static = tuple(_ARRAY if array else x for x, array in zip(leaves, is_array, strict=True))
-        arrays = [_words_if_key(x) for x, array in zip(leaves, is_array, strict=True) if array]
+        # NumPy arrays stay in Python too: a program would cut numbers of 64 bits.
+        static = tuple(_ARRAY if isinstance(x, jax.Array) else x for x in leaves)
+        arrays = [jax.random.key_data(x) if is_prng_key(x) else x for x in leaves if isinstance(x, jax.Array)]
         return cls(treedef, static), arrays
 
     def rebuild(self, arrays: list[np.ndarray]) -> dict[str, Any]:
-        """The config of one run; single numbers become Python's."""
+        """Return the config of one run, with Python numbers in place of single ones."""
         rest = iter(arrays)
         return jax.tree.unflatten(self.treedef, [_single(next(rest) if x is _ARRAY else x) for x in self.static])
 
@@ -118,11 +114,7 @@ _ARRAY = object()
 
 
 def _single(x: Any) -> Any:
-    """Python's number for an array of one; a float as short as it was, 0.1 and not 0.10000000149011612."""
+    """Convert an array of one number to Python; a float32 stays short, 0.1 and not 0.10000000149011612."""
     if not isinstance(x, np.ndarray | np.generic) or np.ndim(x):
         return x
     return plain(np.asarray(x)) if x.dtype.kind != "c" else x.item()
-
-
-def _words_if_key(x: Any) -> Any:
-    return jax.random.key_data(x) if is_key(x) else x
