@@ -13,13 +13,16 @@ SEED ?= 0
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fuzz bench clean
+.PHONY: help demo quick test lint fuzz bench dist clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo:  ## a small training run, logged with lox
 	@$(ENVS) run examples/demo.py $(ARGS)
+
+quick:  ## the fast tests on the newest JAX, of the source as it is: between two edits (ARGS="-k scan")
+	@$(ENVS) quick $(ARGS)
 
 test:  ## lint, types and tests on the oldest, middle and newest JAX, a few on the others (MATRIX=newest, MATRIX=all, ARGS="-k foo")
 	@$(ENVS) test "$(MATRIX)" $(ARGS)
@@ -32,6 +35,9 @@ fuzz:  ## random programs against plain Python (N=5000 programs, SEED=0)
 
 bench:  ## run time and compile time as ratios to hand-written code
 	@$(ENVS) run benchmarks/run.py $(ARGS)
+
+dist:  ## the release: build it, install the wheel in an empty environment, run the quick start
+	@$(ENVS) dist
 
 clean:  ## remove the environments, caches and build outputs
 	rm -rf .venv dist build .pytest_cache .ruff_cache

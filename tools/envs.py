@@ -2,13 +2,16 @@
 
     python tools/envs.py run examples/demo.py       any script or -m module, on the newest JAX
     python tools/envs.py lint                       ruff and pyright
+    python tools/envs.py quick -k scan              the fast tests on the newest JAX, of the source tree
+    python tools/envs.py dist                       the release: built, installed elsewhere, tried out
     python tools/envs.py test "oldest newest" -x    lint, then pytest -x in each named cell
     python tools/envs.py test "newest smoke"        also a few tests in each cell that is not named
     python tools/envs.py test all                   all tests in all cells
 
 An environment holds lox's dependencies and is reused until pyproject.toml or the interpreter
 changes. lox itself is built and installed anew on every run, so that what is tested is the wheel
-that users get (a file missing from it is a failing test) and not the source tree.
+that users get (a file missing from it is a failing test) and not the source tree; only `quick`
+takes that, because it is for the time between two edits.
 
 Standard library only: this file is what makes the environments, so it has none to rely on.
 """
@@ -17,6 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
@@ -159,18 +163,26 @@ def shout_missing(cell: Cell) -> None:
     )
 
 
+def newest() -> Python:
+    base = find_python(NEWEST)
+    if base is None:
+        shout_missing(NEWEST)
+        sys.exit(1)
+    return base
+
+
 # ---- Environments ----------------------------------------------------------------------------
 
 
-def run(*command: str | Path) -> int:
-    return subprocess.run(command, cwd=ROOT).returncode
+def run(*command: str | Path, **environment: str) -> int:
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment).returncode
 
 
 def pip_install(python: Path, *arguments: str) -> None:
     subprocess.run([python, "-m", "pip", "install", "-qq", *arguments], cwd=ROOT, check=True)
 
 
-def ready(cell: Cell, base: Python) -> Path:
+def ready(cell: Cell, base: Python, install: bool = True) -> Path:
     """Return the Python of the cell's environment, with lox as it is now installed in it."""
     home = ROOT / ".venv" / cell.name
     python = home / "bin" / "python"
@@ -190,8 +202,8 @@ def ready(cell: Cell, base: Python) -> Path:
         subprocess.run([base.path, "-m", "venv", home], check=True)
         pip_install(python, *requirements)
         stamp.write_text(wanted)
-    # The build requirements are already there, so that this needs no network.
-    pip_install(python, "--no-deps", "--no-build-isolation", ".")
+    if install:  # the build requirements are already there, so that this needs no network
+        pip_install(python, "--no-deps", "--no-build-isolation", ".")
     return python
 
 
@@ -283,6 +295,39 @@ def test(names: list[str], arguments: list[str]) -> int:
     return int(total.failed > 0)
 
 
+def quick(arguments: list[str]) -> int:
+    python = ready(NEWEST, newest(), install=False)
+    return run(python, "-m", "pytest", "-q", "-n", "2", "-m", "not slow", *arguments, PYTHONPATH=str(ROOT))
+
+
+def dist() -> int:
+    """Build the sdist and the wheel, and try the wheel where there is nothing else of lox."""
+    base = newest()
+    builder, folder = ROOT / ".venv" / "dist", ROOT / "dist"
+    for old in (builder, folder):
+        shutil.rmtree(old, ignore_errors=True)
+    subprocess.run([base.path, "-m", "venv", builder], check=True)
+    python = builder / "bin" / "python"
+    pip_install(python, "build", "twine")
+    if run(python, "-m", "build", "--outdir", str(folder)):
+        return 1
+    if run(python, "-m", "twine", "check", "--strict", *folder.glob("*")):
+        return 1
+    with tempfile.TemporaryDirectory() as empty:
+        subprocess.run([base.path, "-m", "venv", f"{empty}/venv"], check=True)
+        user = Path(empty, "venv", "bin", "python")
+        (wheel,) = folder.glob("*.whl")
+        pip_install(user, str(wheel))
+        example = Path(empty, "quick_start.md")
+        _, rest = (ROOT / "README.md").read_text().split("## Quick start\n")
+        example.write_text(rest.partition("\n## ")[0])
+        options = ("-P", "-m", "doctest", "-o", "ELLIPSIS", "-o", "NORMALIZE_WHITESPACE", str(example))
+        code = subprocess.run([user, *options], cwd=empty).returncode
+        print("the quick start, with the wheel in an empty environment:", "failed" if code else "ok")
+    print("\n".join(f"{file.name}  {file.stat().st_size:,} bytes" for file in sorted(folder.glob("*"))))
+    return code
+
+
 def main() -> int:
     match sys.argv[1:]:
         case ["run", *command] if command:
@@ -294,11 +339,11 @@ def main() -> int:
                 sys.exit(f"{sys.executable} cannot make environments: install its venv module")
             return run(ready(cell, base), *command)
         case ["lint"]:
-            base = find_python(NEWEST)
-            if base is None:
-                shout_missing(NEWEST)
-                return 1
-            return int(lint(ready(NEWEST, base)).failed > 0)
+            return int(lint(ready(NEWEST, newest())).failed > 0)
+        case ["quick", *arguments]:
+            return quick(arguments)
+        case ["dist"]:
+            return dist()
         case ["test", names, *arguments]:
             return test(names.split(), arguments)
         case _:
