@@ -978,3 +978,71 @@ def test_several_threads_look_at_once():
         for thread in threads:
             thread.join()
         assert found == [[0, 2, 4]] * 4
+
+
+def test_logs_from_arrays():
+    """With lanes and without, they are what `spool` returns for the same events."""
+
+    def f(x):
+        def body(carry, i):
+            lox.log({"x": x + i.astype(jnp.float32), "y": {"z": jnp.stack([x, x])}}, step=i)
+            return carry, None
+
+        return jax.lax.scan(body, 0, jnp.arange(3))[0]
+
+    xs = jnp.arange(2.0)
+    _, alone = lox.spool(f)(xs[0])
+    made = lox.logdict.from_arrays(
+        {"x": f32([0, 1, 2]), "y": {"z": np.zeros((3, 2), np.float32)}}, steps={"step": i32([0, 1, 2])}
+    )
+    same(made, alone)
+    same(made.steps["step"], alone.steps["step"])
+    same(made.reduce("mean"), alone.reduce("mean"))
+    _, spooled = lox.spool(jax.vmap(f))(xs)
+    made = lox.logdict.from_arrays(
+        {
+            "x": f32([[0, 1], [1, 2], [2, 3]]),
+            "y": {"z": np.broadcast_to(f32([[0, 0], [1, 1]]), (3, 2, 2))},
+        },
+        steps={"step": i32([0, 1, 2])},
+        lanes=1,
+    )
+    for lane in range(2):
+        same(made.lane(lane), spooled.lane(lane))
+        same(made.lane(lane).step, spooled.lane(lane).step)
+    made = lox.logdict.from_arrays(
+        {"x": f32([[0, 1], [1, 2]])}, steps={"step": i32([[0, 5], [1, 6]])}, valid=boolean([[1, 0], [1, 1]]), lanes=1
+    )
+    same(made.lane(0), {"x": f32([0, 1])})
+    same(made.lane(1), {"x": f32([2])})
+    same(made.lane(1).step, {"x": i32([6])})
+    one = lox.logdict.from_arrays({"x": f32([7, 8])}, steps={"step": np.int32(3)}, events=False, lanes=1)
+    same(one.lane(1), {"x": f32(8)})
+
+
+@pytest.mark.parametrize(
+    "arrays, options, message",
+    [
+        (
+            {"a": f32([1, 2]), "b": {"c": f32([1])}},
+            {},
+            "with events=True and lanes=0, all arrays must begin with the same 1 axes: ['b']['c'] has the shape (1,), "
+            "but ['a'] has (2,).",
+        ),
+        (
+            {"a": f32([1, 2])},
+            {"lanes": 1},
+            "with events=True and lanes=1, all arrays must begin with the same 2 axes: ['a'] has the shape (2,).",
+        ),
+        (
+            {"a": f32([1, 2])},
+            {"steps": {"step": i32([1, 2, 3])}},
+            "the step 'step' has the shape (3,) beside events of the shape (2,).",
+        ),
+        ({"a": f32([1, 2])}, {"valid": boolean([True])}, "`valid` has the shape (1,) beside events of the shape (2,)."),
+    ],
+)
+def test_arrays_that_are_no_logs(arrays, options, message):
+    with pytest.raises(lox.MismatchError) as error:
+        lox.logdict.from_arrays(arrays, **options)
+    assert str(error.value) == message

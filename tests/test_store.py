@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exact import boolean, f32, i32, same
+from optional import devices
 
 import lox
 from lox.store import KeyData, Reader, Writer, names
@@ -893,9 +894,13 @@ writer.append(writer.open_run(mode="append"), {{"x": np.float32(2)}})
 
 def test_device_lanes(tmp_path):
     """Logs of `shard_map` have lanes that are named after mesh axes."""
-    layout = lox._data._logdict.Layout(True, ((("x", "y"), False),), (2,))
-    lox.save(lox.logdict({"a": f32([[1, 2]])}, layouts={"a": layout}), tmp_path)
-    assert lox.load(tmp_path)._layouts["a"] == layout
+    mesh = jax.sharding.Mesh(devices(2).reshape(2, 1), ("x", "y"))
+    spec = jax.sharding.PartitionSpec(("x", "y"))
+    f = jax.shard_map(lambda x: (lox.log({"a": x}), x)[1], mesh=mesh, in_specs=spec, out_specs=spec)
+    _, logs = lox.spool(f)(jnp.arange(2.0))
+    assert logs._layouts["a"].flags == ((("x", "y"),),)
+    lox.save(logs, tmp_path)
+    assert lox.load(tmp_path)._layouts["a"].flags == logs._layouts["a"].flags
 
 
 def test_steps_of_different_keys_are_kept_apart(tmp_path):

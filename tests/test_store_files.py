@@ -33,7 +33,7 @@ def stored(tmp_path):
     with Writer(tmp_path) as writer:
         runs = writer.open_runs(["a", "b"])
         for i in range(5):
-            logs = lox.logdict(
+            logs = lox.logdict.from_arrays(
                 {
                     "loss": f32([i, i + 0.5]),
                     "flag": np.asarray([i % 2 == 0, True]),
@@ -43,11 +43,10 @@ def stored(tmp_path):
                     "key": np.arange(2, dtype=np.uint32),
                     "nothing": np.zeros((2, 0)),
                 },
-                steps={"step": dict.fromkeys(["loss", "flag", "grad", "half", "z", "key", "nothing"], np.int32(i))},
+                steps={"step": np.int32(i)},
+                events=False,
+                lanes=1,
             )
-            layout = lox._data._logdict.Layout
-            for key, value in logs.items():
-                logs._layouts[key] = layout(False, ((True,),), (value.ndim,), (("step", ()),))
             writer.append(runs, logs)
     (segment,) = segments(tmp_path)
     return segment
@@ -191,9 +190,8 @@ def save_some(path, runs=3, flushes=4):
         for i in range(flushes):
             for run in numbers:
                 steps = np.arange(i * 10, i * 10 + 10)
-                logs = lox.logdict({"x": steps * 1.5, "m": {"a": np.ones((10, 2), bool)}})
-                logs.steps = {"step": {"x": steps, "m": steps}}
-                logs._layouts["m"] = lox._data._logdict.Layout(True, ((),), (2,), (("step", ()),))
+                arrays = {"x": steps * 1.5, "m": {"a": np.ones((10, 2), bool)}}
+                logs = lox.logdict.from_arrays(arrays, steps={"step": steps})
                 writer.append(run, logs)
             writer.append(numbers[0], {"k": np.arange(4, dtype=ml_dtypes.int4)})
             writer.flush()

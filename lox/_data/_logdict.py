@@ -332,6 +332,64 @@ class logdict(dict[str, Any]):
         )
 
     @classmethod
+    def from_arrays(
+        cls,
+        data: Mapping[str, Any],
+        *,
+        steps: Mapping[str, Any] | None = None,
+        valid: Any = None,
+        events: bool = True,
+        lanes: int = 0,
+    ) -> "logdict":
+        """Make logs of arrays `(event, *lanes, *item)`, for `lox.save` and `lox.store.Writer`.
+
+        >>> import numpy as np, lox
+        >>> losses = np.array([[3.0, 4.0], [1.0, 2.0]])  # two events in two lanes
+        >>> logs = lox.logdict.from_arrays({"loss": losses}, steps={"step": np.arange(2)}, lanes=1)
+        >>> print(logs.lane(1), logs.lane(1).step)
+        {'loss': [4.0, 2.0]} {'loss': [0, 1]}
+
+        Args:
+            data: For each key an array, or a pytree of arrays.
+            steps: For each name of a step, an array `(event,)` or `(event, *lanes)` for all keys.
+            valid: Which events happened, if not all did: booleans of the same shapes, for all keys.
+            events: Whether there is an event axis; without, each array is one event.
+            lanes: How many axes of lanes there are.
+        """
+        lead = int(events) + lanes
+        shapes = {
+            jax.tree_util.keystr((jax.tree_util.DictKey(key), *where)): np.shape(x)
+            for key, tree in data.items()
+            for where, x in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        first = next(iter(shapes), "")
+        for name, shape in shapes.items():
+            if len(shape) < lead or shape[:lead] != shapes[first][:lead]:
+                other = f", but {first} has {shapes[first]}." if name != first else "."
+                raise _errors.MismatchError(
+                    f"with events={events} and lanes={lanes}, all arrays must begin with the same {lead} axes: {name} "
+                    f"has the shape {shape}{other}"
+                )
+        full = shapes[first][:lead] if shapes else ()
+
+        def flags(what: str, x: Any) -> Flags:
+            if np.shape(x) not in (full, full[: int(events)]):
+                raise _errors.MismatchError(f"{what} has the shape {np.shape(x)} beside events of the shape {full}.")
+            return (True,) * (np.ndim(x) - int(events))
+
+        step_flags = tuple((name, flags(f"the step {name!r}", x)) for name, x in sorted((steps or {}).items()))
+        valid_flags = flags("`valid`", valid) if valid is not None else ()
+        logs = cls(
+            data,
+            steps={name: dict.fromkeys(data, x) for name, x in (steps or {}).items()},
+            valid=dict.fromkeys(data, valid) if valid is not None else None,
+        )
+        for key, tree in data.items():
+            ndims = tuple(np.ndim(x) for x in jax.tree.leaves(tree))
+            logs._layouts[key] = Layout(events, ((True,) * lanes,) * len(ndims), ndims, step_flags, valid_flags)
+        return logs
+
+    @classmethod
     def from_series(cls, all_series: Iterable[Series], reduced: Iterable[str] = ()) -> "logdict":
         """Collected events as logs: slots in which nothing happened are filled with NaN, 0 or -1.
 
