@@ -11,12 +11,12 @@
   * NonFiniteError   a logged value that is NaN or infinite, found by `watch` (also a FloatingPointError)
   * StoreError       a file that cannot be written or read (also an OSError)
     * RunNotFoundError   no such run, or no runs at all (also a FileNotFoundError)
-    * RunExistsError     a run that shall not be there, but is (also a FileExistsError)
+    * RunExistsError     a run that exists where none may (also a FileExistsError)
 
-LoxWarning, a UserWarning, reports what is not wrong but should be known: events dropped for want of capacity, or a
+LoxWarning, a UserWarning, reports what is not an error but should be known: events dropped for lack of capacity, or a
 selection that matches nothing.
 
-Messages say which key, where it was logged, why it cannot be and what to do instead.
+Messages say which key, where it was logged, what is wrong and what to do instead.
 """
 
 import difflib
@@ -39,7 +39,7 @@ class TransformError(LoxError):
 
 
 class MismatchError(LoxError, ValueError):
-    """One key was logged in ways that do not fit together."""
+    """A key that was logged in ways that do not fit together."""
 
 
 class LogTypeError(LoxError, TypeError):
@@ -58,7 +58,7 @@ class KeyNotFoundError(LoxError, KeyError):
     """A key that was never logged."""
 
     def __str__(self) -> str:
-        # Not that of KeyError, which shows the message in quotes.
+        # KeyError would show the message in quotes.
         return str(self.args[0]) if self.args else ""
 
 
@@ -66,11 +66,11 @@ class NonFiniteError(LoxError, FloatingPointError):
     """A logged value that is NaN or infinite.
 
     Attributes:
-        key: What it is called.
-        path: Which array of it, if the value is a pytree.
+        key: The key of the value.
+        path: The tree path of the array, if the value is a pytree.
         value: The array.
         steps: The steps it was logged with.
-        lane: The index in each vmap around it, outermost first; empty if there is none.
+        lane: The index in each surrounding vmap, outermost first; empty if there is none.
         site: The line that logged it.
     """
 
@@ -94,10 +94,10 @@ class NonFiniteError(LoxError, FloatingPointError):
 
 
 class StoreError(LoxError, OSError):
-    """A file that cannot be written or read; `filename` says which."""
+    """A file that cannot be written or read: `filename`."""
 
     def __str__(self) -> str:
-        # Not that of OSError, which knows only numbers and file names.
+        # OSError would show only its number and file name.
         return str(self.args[0]) if self.args else ""
 
 
@@ -106,21 +106,21 @@ class RunNotFoundError(StoreError, FileNotFoundError):
 
 
 class RunExistsError(StoreError, FileExistsError):
-    """A run that shall not be there, but is."""
+    """A run that exists where none may."""
 
 
 class LoxWarning(UserWarning):
-    """Something a user should know, such as events dropped for want of capacity."""
+    """Something a user should know, such as events dropped for lack of capacity."""
 
 
 for _name in list(globals()):
-    # In tracebacks as users know them: lox.SpoolError.
+    # So that tracebacks show the public name, lox.SpoolError.
     if isinstance(globals()[_name], type) and issubclass(globals()[_name], LoxError | LoxWarning):
         globals()[_name].__module__ = "lox"
 
 
 def listing(names: Iterable[str]) -> str:
-    """Names as a person would list them: `'a', 'b' and 'c'`."""
+    """List names as a person would: `'a', 'b' and 'c'`."""
     quoted = [repr(n) for n in names]
     if len(quoted) < 2:
         return "".join(quoted) or "none"
@@ -128,12 +128,12 @@ def listing(names: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, if one of the names is close to the one given; else nothing."""
+    """Ask ` Did you mean 'x'?` if one of the names is close to the given one; else return an empty string."""
     names = list(names)
-    # The same but for a scope or a prefix, or else what is spelt alike.
-    found = [n for n in names if n.endswith(f"/{name}") or name.endswith(f"/{n}")]
-    found = found or difflib.get_close_matches(name, names, n=1)
-    return f" Did you mean {found[0]!r}?" if found else ""
+    # The same name in another scope comes before one with a similar spelling.
+    close = [n for n in names if n.endswith(f"/{name}") or name.endswith(f"/{n}")]
+    close = close or difflib.get_close_matches(name, names, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def unbounded_loop(key: str, site: str) -> SpoolError:
@@ -148,37 +148,37 @@ def unbounded_loop(key: str, site: str) -> SpoolError:
 
 
 def unreduced(key: str, site: str, axes: Iterable[str]) -> LogTypeError:
-    """For a value that leaves for the host while its devices hold the terms of a sum."""
-    where = f"  logged at {site}\n" if site else ""
+    """For a value that is sent to the host while each device holds one term of its sum."""
+    logged_at = f"  logged at {site}\n" if site else ""
     return LogTypeError(
         f"cannot send {key!r} to the host: it is unreduced over the mesh axes {listing(axes)}, "
-        f"each device has one term of its sum.\n{where}"
+        f"so each device has one term of its sum.\n{logged_at}"
         "Either add them up first:       lox.log({...: jax.reshard(x, jax.P())})\n"
         "or return it with the others:   lox.spool(f)"
     )
 
 
 def partly_explicit(key: str, site: str, axes: Iterable[str]) -> TransformError:
-    """For a host call that JAX has no way to make."""
-    where = f"  logged at {site}\n" if site else ""
+    """For a host call that JAX cannot make."""
+    logged_at = f"  logged at {site}\n" if site else ""
     return TransformError(
         f"cannot send {key!r} to the host from a shard_map that is manual over some mesh axes while {listing(axes)} "
-        f"are explicit: JAX before 0.11 has no host calls there.\n{where}"
-        "Either let the others be automatic:   jax.make_mesh(..., axis_types=(AxisType.Auto, ...))\n"
-        "or return the logs:                   lox.spool(f)"
+        f"are explicit: JAX before 0.11 has no host calls there.\n{logged_at}"
+        "Either make the others automatic:   jax.make_mesh(..., axis_types=(AxisType.Auto, ...))\n"
+        "or return the logs:                 lox.spool(f)"
     )
 
 
 def cannot_write(file: object, error: OSError, way_out: str) -> StoreError:
-    """For what the operating system refuses to write."""
-    # With one argument, so that the message is ours and not "[Errno 28] ...".
+    """For a file that the operating system refuses to write."""
+    # With a single argument, OSError keeps our message instead of "[Errno 28] ...".
     refused = StoreError(f"cannot write {str(file)!r}: {error.strerror or error}.\n{way_out}")
     refused.errno, refused.filename = error.errno, str(file)
     return refused
 
 
 def cannot_read(file: object, error: OSError) -> StoreError:
-    """For what the operating system refuses to read."""
+    """For a file that the operating system refuses to read."""
     refused = StoreError(
         f"cannot read {str(file)!r}: {error.strerror or error}.\nMake the file readable, or load another directory."
     )
@@ -200,7 +200,7 @@ def opaque_primitive(name: str, keys: Sequence[str], site: str) -> TransformErro
 def executable(keys: Iterable[str], site: str) -> TransformError:
     """For a log inside a compiled program that a transformed function calls."""
     return TransformError(
-        f"cannot reach the log of {listing(keys)}: it is inside an executable, which is compiled already.\n"
+        f"cannot reach the log of {listing(keys)}: it is inside an executable, which is already compiled.\n"
         f"  logged at {site}\n"
         "Either call the jitted function:      jax.jit(f) instead of jax.jit(f).lower(...).compile()\n"
         "or compile the transformed function:  jax.jit(lox.spool(f)).lower(...).compile()"
@@ -208,10 +208,10 @@ def executable(keys: Iterable[str], site: str) -> TransformError:
 
 
 def exported(keys: Iterable[str], site: str) -> TransformError:
-    """For a log that would print, inside a function that `jax.export` writes to a file."""
+    """For a log that would print, inside a function that is exported."""
     return TransformError(
-        f"cannot export the log of {listing(keys)}: nothing around it takes it, so that it calls the host to print, "
-        "and `jax.export` writes no such calls.\n"
+        f"cannot export the log of {listing(keys)}: no transformation takes it, so it calls the host to print, "
+        "and `jax.export` cannot save such calls.\n"
         f"  logged at {site}\n"
         "Either return the logs:   jax.export.export(jax.jit(lox.spool(f)))\n"
         "or leave them out:        jax.export.export(jax.jit(lox.nolog(f)))"
@@ -219,29 +219,29 @@ def exported(keys: Iterable[str], site: str) -> TransformError:
 
 
 def unsettled(keys: Iterable[str]) -> TransformError:
-    """For a block that never leaves the state of its keys with the type it found: a mistake of lox's, but no hang."""
+    """For a loop whose state changes its type every time it is traced: a bug in lox, reported instead of hanging."""
     return TransformError(
-        f"cannot trace a block that logs {listing(keys)}: what is kept of it changes its type each time.\n"
-        "Please report this. Until then, `lox.tap` without options keeps nothing."
+        f"cannot trace a loop or branch that logs {listing(keys)}: the state of its logs changes type every time.\n"
+        "This is a bug in lox: please report it. Until it is fixed, `lox.tap` without options keeps no state."
     )
 
 
 def runs_later(fun: Any, what: str) -> LogTypeError:
-    """For a generator or a coroutine: its body runs when it is used, and not when it is called."""
+    """For a generator or a coroutine, whose body runs when it is used and not when it is called."""
     name = getattr(fun, "__name__", repr(fun))
     return LogTypeError(
-        f"cannot transform {name!r}: it returns a {what}, whose logs happen when it is used, out of lox's sight.\n"
+        f"cannot transform {name!r}: it returns a {what}, which logs only when it is used, where lox cannot see it.\n"
         "Transform the function that uses it, or return a list instead."
     )
 
 
 def different_lanes(key: str, first: object, first_site: str, second: object, second_site: str) -> MismatchError:
-    """For a key logged under two vmaps, of different size or name; `first` and `second` are the lanes."""
-    where = f"  {first} at {first_site}\n  {second} at {second_site}\n"
+    """For a key logged under two vmaps of different size or name; `first` and `second` are the lanes."""
+    both = f"  {first} at {first_site}\n  {second} at {second_site}\n"
     if str(first_site) == str(second_site):
-        where = f"  {first}, and then {second}, at {first_site}\n"
+        both = f"  {first}, and then {second}, at {first_site}\n"
     return MismatchError(
-        f"{key!r} is logged under different vmaps, whose lanes do not fit together:\n{where}"
+        f"{key!r} is logged under different vmaps, whose lanes do not fit together:\n{both}"
         'Either keep them apart:      `with lox.scope("eval"):` around one of them\n'
         "or stream them one by one:   lox.tap(f, callback)\n"
         "or leave the key out:        `argnames` with the other keys"

@@ -452,7 +452,7 @@ def test_axes_that_are_gone():
         with pytest.raises(lox.LoxError) as info:
             act()
         assert str(info.value) == (
-            "the arrays of 'x' have lost axes since they were logged: they cannot be taken for events."
+            "the arrays of 'x' have lost axes since they were logged, so they no longer hold its events."
         )
 
 
@@ -504,6 +504,6 @@ def test_a_state_that_never_settles_is_an_error_and_not_a_hang() -> None:
     def attempt(state: Any) -> Any:
         raise Grown(frame, state)
 
-    text = "cannot trace a block that logs 'x': what is kept of it changes its type each time"
+    text = "cannot trace a loop or branch that logs 'x': the state of its logs changes type every time"
     with pytest.raises(lox.TransformError, match=text):
         frame.settle(attempt)

@@ -128,7 +128,7 @@ def compiled() -> Any:
 
 def test_an_executable_that_logs_is_an_error(transform: Any) -> None:
     executable = compiled()
-    text = cannot_reach("an executable, which is compiled already.") + (
+    text = cannot_reach("an executable, which is already compiled.") + (
         r"Either call the jitted function:      jax\.jit\(f\) instead of jax\.jit\(f\)\.lower\(\.\.\.\)\.compile\(\)\n"
         r"or compile the transformed function:  jax\.jit\(lox\.spool\(f\)\)\.lower\(\.\.\.\)\.compile\(\)"
     )
@@ -176,8 +176,8 @@ def test_an_exported_function_that_logs_is_an_error(transform: Any) -> None:
 
 def test_to_export_a_log_that_prints_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
-        r"cannot export the log of 'x': nothing around it takes it, so that it calls the host to print, and "
-        r"`jax\.export` writes no such calls\.\n  logged at test_hidden\.py:\d+ \(double\)\n"
+        r"cannot export the log of 'x': no transformation takes it, so it calls the host to print, and "
+        r"`jax\.export` cannot save such calls\.\n  logged at test_hidden\.py:\d+ \(double\)\n"
         r"Either return the logs:   jax\.export\.export\(jax\.jit\(lox\.spool\(f\)\)\)\n"
         r"or leave them out:        jax\.export\.export\(jax\.jit\(lox\.nolog\(f\)\)\)"
     )

@@ -447,7 +447,7 @@ def test_a_reduction_is_of_one_value_unless_devices_decide(kind: AxisType, first
     assert sum(int(np.asarray(logs["i"]).sum()) for logs in blocks if "i" in logs) == 3
 
 
-UNREDUCED = r"""cannot send .y. to the host: it is unreduced over the mesh axes .d., each device has one term .*\.
+UNREDUCED = r"""cannot send .y. to the host: it is unreduced over the mesh axes .d., so each device has one term .*\.
 (  logged at test_meshes\.py:\d+ \(test_unreduced_values\.f\)
 )?Either add them up first:       lox\.log\({\.\.\.: jax\.reshard\(x, jax\.P\(\)\)}\)
 or return it with the others:   lox\.spool\(f\)"""

@@ -1,4 +1,4 @@
-"""The effects by which JAX knows what logs and what calls the host."""
+"""The effects that tell JAX what logs and what calls the host."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _DebugEffect: Any = type(next(iter(jax.make_jaxpr(lambda: jax.debug.callback(lam
 
 
 class LogEffect(_DebugEffect):
-    """Marks an equation that logs, or contains one that does. There is one only: `jax.export` makes it of its class."""
+    """Marks an equation that logs or contains one that does. A singleton, as `jax.export` makes it from its class."""
 
     _one: Any = None
     __str__ = lambda self: "Log"  # noqa: E731
@@ -30,10 +30,10 @@ class EmitEffect(_DebugEffect):
 
 
 class OrderEffect(_DebugEffect):
-    """Marks an equation that calls the host in program order, with respect to all others that do.
+    """Marks an equation whose host calls are in program order with all others so marked.
 
-    JAX passes a token from one to the next, through loops, branches and calls. What its own ordered effects cannot do,
-    under `vmap` and on several devices, are checks for their kinds.
+    JAX passes a token from one to the next, through loops, branches and calls. It refuses its own ordered effects under
+    `vmap` and on several devices, but it does so by their type.
     """
 
     __str__ = lambda self: "Order"  # noqa: E731
@@ -49,9 +49,9 @@ _effects.shardable_ordered_effects.add_type(OrderEffect)
 
 
 def forget_failed_effects(text: str) -> None:
-    """Let go of what failed with this text, once it has been reported.
+    """Forget an error with this text once it has been reported.
 
-    JAX keeps it, and would raise it again to everyone who waits for effects, up to the end of the process.
+    JAX keeps it, and would raise it again for everyone who waits for effects until the process ends.
     """
     for tokens in (_runtime_tokens.current_tokens, _runtime_tokens.output_runtime_tokens):
         for key, token in list(tokens.items()):
@@ -59,4 +59,4 @@ def forget_failed_effects(text: str) -> None:
                 token.block_until_ready()
             except jax.errors.JaxRuntimeError as error:
                 if text in str(error):
-                    tokens.pop(key, None)  # to look for ours is to forget it
+                    tokens.pop(key, None)  # our token may already be gone

@@ -52,7 +52,7 @@ def shape_of(var: Any) -> tuple[int, ...]:
 
 
 def without_consts(closed: Any) -> tuple[Any, list[Any]]:
-    """A jaxpr that takes its constants as leading arguments, and those constants (what remat wants)."""
+    """A jaxpr that takes its constants as leading arguments, as remat needs it, and those constants."""
     if MERGED_JAXPR:
         return closed.with_consts([]), list(closed.consts)
     jaxpr = closed.jaxpr
@@ -71,29 +71,29 @@ def close_jaxpr(jaxpr: Any, consts: Any = ()) -> Any:
 
 def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     """Every jaxpr among an equation's parameters."""
-    found = []
+    jaxprs = []
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
-                found.append(item)
+                jaxprs.append(item)
             elif isinstance(item, jax.tree_util.PyTreeDef):
-                found.extend(_jaxprs_in_treedef(item))
+                jaxprs.extend(_jaxprs_in_treedef(item))
             elif type(item).__module__.startswith("jax") and hasattr(item, "expand"):
-                found.extend(sub_jaxprs(vars(item)))  # 0.11.2: custom_root as a "high" primitive
-    return found
+                jaxprs.extend(sub_jaxprs(vars(item)))  # 0.11.2: custom_root as a "high" primitive
+    return jaxprs
 
 
 def _jaxprs_in_treedef(treedef: Any) -> list[Any]:
-    # Equinox passes whole pytrees to primitives of its own: arrays as operands, and the rest, jaxprs included, as the
+    # Equinox passes whole pytrees to its own primitives: arrays as operands, and the rest, jaxprs included, as the
     # static data of one tree structure.
-    found: list[Any] = []
+    jaxprs: list[Any] = []
     pending, depth = [treedef], 0
     while pending and depth < 20:
         depth += 1
         nodes, pending = pending, []
         for node in nodes:
             if is_jaxpr(node):
-                found.append(node)
+                jaxprs.append(node)
             elif isinstance(node, jax.tree_util.PyTreeDef):
                 data = node.node_data()
                 pending += [*node.children(), *([data[1]] if data else [])]
@@ -105,11 +105,11 @@ def _jaxprs_in_treedef(treedef: Any) -> list[Any]:
                 pending += vars(node).values() if hasattr(node, "__dict__") else []
             elif isinstance(node, functools.partial):
                 pending += [*node.args, *node.keywords.values()]
-    return found
+    return jaxprs
 
 
 def literal_value(literal: Any) -> Any:
-    """A literal as an array: its value may be a plain Python number."""
+    """The value of a literal as an array; it may be a plain Python number."""
     value = literal.val
     return value if isinstance(value, jax.Array) else np.asarray(value, literal.aval.dtype)
 
@@ -121,7 +121,7 @@ def make_jaxpr(fun: Any, avals: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class LogMark:
-    """Says what a compiled program logs, or a Python function that a primitive holds."""
+    """What a compiled program, or a Python function that a primitive holds, logs."""
 
     keys: tuple[str, ...]
     site: str
@@ -133,9 +133,9 @@ def _find_abstract_evaluation() -> Any:
     return probe.abstract_eval.__code__  # type: ignore[attr-defined]
 
 
-# What runs the abstract evaluation of every primitive that claims to have no effects.
+# The code that runs the abstract evaluation of every primitive that claims to have no effects.
 WITHOUT_EFFECTS = _find_abstract_evaluation()
-# Primitives that hold Python functions which were seen to log: the functions, kept alive, and what they log.
+# For each primitive, the Python functions in its parameters that were seen to log (kept alive), and what they log.
 _hidden: dict[Any, list[tuple[list[Any], LogMark]]] = {}
 
 
@@ -151,11 +151,11 @@ def hidden_log(primitive: Any, params: dict[str, Any]) -> LogMark | None:
     if known is None:
         return None
     functions = set(map(id, _functions_in(params)))
-    return next((mark for held, mark in known if functions == set(map(id, held))), None)
+    return next((mark for logging, mark in known if functions == set(map(id, logging))), None)
 
 
 def _functions_in(params: dict[str, Any]) -> list[Any]:
-    found, pending = [], list(params.values())
+    functions, pending = [], list(params.values())
     while pending:
         value = pending.pop()
         if isinstance(value, tuple | list):
@@ -163,8 +163,8 @@ def _functions_in(params: dict[str, Any]) -> list[Any]:
         elif isinstance(value, functools.partial):
             pending += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.FunctionType | types.MethodType | PjitFunction):
-            found.append(value)
-    return found
+            functions.append(value)
+    return functions
 
 
 LOG_NAME = "lox_log"
@@ -175,21 +175,18 @@ _seen: Any = weakref.WeakKeyDictionary()
 
 
 def is_custom_call(primitive: Any) -> bool:
-    """Whether the primitive carries a derivative rule of the user's."""
+    """Whether the primitive calls a function with a custom derivative rule."""
     return primitive.name in _CUSTOM_CALLS
 
 
 def _concerns(jaxpr: Any) -> tuple[bool, bool]:
     # Some primitives do not pass on the effects of their sub-jaxprs (custom_vmap_call on 0.7, xla_metadata_call,
     # custom_partitioning, pallas_call), so effects alone would miss logs: look inside, once.
-    found = _seen.get(jaxpr)
-    if found is None:
-        logs = rules = False
-        for eqn in split_jaxpr(jaxpr)[0].eqns:
-            eqn_logs, eqn_rules = _eqn_concerns(eqn.primitive, eqn.params, eqn.effects)
-            logs, rules = logs or eqn_logs, rules or eqn_rules
-        found = _seen[jaxpr] = (logs, rules)
-    return found
+    concerns = _seen.get(jaxpr)
+    if concerns is None:
+        of_eqns = [_eqn_concerns(eqn.primitive, eqn.params, eqn.effects) for eqn in split_jaxpr(jaxpr)[0].eqns]
+        concerns = _seen[jaxpr] = any(logs for logs, _ in of_eqns), any(rules for _, rules in of_eqns)
+    return concerns
 
 
 def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple[bool, bool]:
@@ -224,12 +221,12 @@ def calls_host(jaxpr: Any) -> bool:
 
 
 def reports(jaxpr: Any) -> bool:
-    """Whether running the jaxpr may do either."""
+    """Whether running the jaxpr may log or hand something to the host."""
     return has_logs(jaxpr) or calls_host(jaxpr)
 
 
 def eqn_has_logs(primitive: Any, params: dict[str, Any], effects: Any = ()) -> bool:
-    """Whether an equation with these parameters, and effects if they are known, contains logs."""
+    """Whether an equation with these parameters, and effects where known, contains logs."""
     return _eqn_concerns(primitive, params, effects)[0]
 
 
@@ -282,7 +279,7 @@ def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
 
 
 def with_equations(jaxpr: Any, eqns: list[Any], outvars: list[Any]) -> Any:
-    """A jaxpr of the same arguments with other equations and results."""
+    """A jaxpr with the same arguments but other equations and results."""
     opened, consts = split_jaxpr(jaxpr)
     names = _unknown_names(jaxpr, len(opened.invars), len(outvars))
     replaced = opened.replace(eqns=eqns, outvars=outvars, debug_info=names)
@@ -297,7 +294,7 @@ def _unknown_names(jaxpr: Any, n_in: int, n_out: int) -> Any:
 
 
 def without_dead_code(closed: Any, avals: list[Any]) -> Any:
-    """A jaxpr that computes and holds only what its results need: no constants or operands that nothing reads."""
+    """A jaxpr that computes and holds only what its results need, without constants or operands that nothing reads."""
     jaxpr, consts = without_consts(closed)
     live, used = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     consts_used, args_used = used[: len(consts)], used[len(consts) :]
@@ -310,7 +307,7 @@ def without_dead_code(closed: Any, avals: list[Any]) -> Any:
 
 
 def without_unused(closed: Any, count: int) -> tuple[Any, list[bool]]:
-    """A jaxpr without those of its first `count` arguments that nothing reads, and which are read."""
+    """A jaxpr without the unread ones among its first `count` arguments, and a flag for each whether it is read."""
     jaxpr, consts = split_jaxpr(closed)
     read = {v for v in jaxpr.outvars if isinstance(v, Var)}
     read.update(v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var))
@@ -323,20 +320,20 @@ def without_unused(closed: Any, count: int) -> tuple[Any, list[bool]]:
 
 
 def passed_on(jaxprs: list[Any]) -> list[int | None]:
-    """By result, which argument it is in all of these jaxprs; None if it is another in some of them."""
-    found = []
+    """For each result, the index of the argument that it is in all of these jaxprs; None if it is not the same one."""
+    by_jaxpr = []
     for jaxpr in (split_jaxpr(jaxpr)[0] for jaxpr in jaxprs):
-        places = {v: n for n, v in enumerate(jaxpr.invars)}
-        found.append([None if isinstance(v, Literal) else places.get(v) for v in jaxpr.outvars])
-    return [places[0] if len({*places}) == 1 else None for places in zip(*found, strict=True)]
+        index = {v: n for n, v in enumerate(jaxpr.invars)}
+        by_jaxpr.append([None if isinstance(v, Literal) else index.get(v) for v in jaxpr.outvars])
+    return [indices[0] if len({*indices}) == 1 else None for indices in zip(*by_jaxpr, strict=True)]
 
 
 def eval_equation(jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
-    """Evaluate one equation on other arguments than its own."""
+    """Evaluate one equation with other arguments."""
     ins = [Var(jax.typeof(x)) for x in args]
     outs = [Var(v.aval) for v in eqn.outvars]
     env = dict(zip(ins, args, strict=True))
-    # Whoever evaluates a single equation has entered its context already: not twice.
+    # The caller has already entered the equation's context, which must not be entered twice.
     info = eqn.source_info.replace(name_stack=source_info_util.new_name_stack())
     eval_equations(jaxpr, [eqn.replace(invars=ins, outvars=outs, source_info=info)], env)
     return [env[v] for v in outs]
@@ -344,14 +341,14 @@ def eval_equation(jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def equation_context(eqn: Any) -> Any:
-    """Source location, name stack and configuration of the equation being re-traced."""
+    """Restore the source location, name stack and configuration of an equation that is traced again."""
     info = eqn.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 
 
-SCOPE = "lox:"  # marks those of JAX's named scopes that `lox.scope` has opened
+SCOPE = "lox:"  # marks the named scopes of JAX that `lox.scope` has opened
 
 
 def scope_names(name_stack: Any) -> list[str]:
@@ -366,5 +363,5 @@ def open_scopes() -> list[str]:
 
 
 def operands_of(params: dict[str, Any], args: Any) -> list[Any]:
-    """All arrays that running an equation takes: its arguments, and what its jaxprs have closed over."""
+    """All arrays that an equation reads: its arguments, and those that its jaxprs close over."""
     return [*args, *[x for jaxpr in sub_jaxprs(params) for x in split_jaxpr(jaxpr)[1]]]

@@ -1,4 +1,4 @@
-"""From the device to the host."""
+"""Lowering of calls from the device to the host."""
 
 from typing import Any
 
@@ -18,22 +18,21 @@ from lox._compat._types import aval_of, explicit_axes, explicit_beside_manual, i
 
 
 def is_exporting(ctx: Any) -> bool:
-    """Whether the program that is being lowered shall be written to a file."""
+    """Whether the program is being lowered for `jax.export`."""
     return ctx.module_context.lowering_parameters.for_export
 
 
 def mark_program(ctx: Any, mark: LogMark) -> None:
-    """Mark the program that is being lowered. JAX carries along whatever shall live as long as the executable."""
-    if not is_exporting(ctx):  # only what can be written to a file may be exported
+    """Mark the program that is being lowered, with an object that JAX keeps alive as long as the executable."""
+    if not is_exporting(ctx):  # such an object cannot be exported
         ctx.module_context.add_keepalive(mark)
 
 
 def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
     """Emit a host call of `callback(token, *arrays)`, which returns the next token.
 
-    This is twenty times cheaper than `jax.debug.callback`, and hands over NumPy arrays, where that one starts a
-    computation inside the callback, which may wait forever for a thread that waits for the callback. On several devices
-    the token passes by, and the callback is given -1 for it.
+    Not `jax.debug.callback`, which is twenty times slower and starts a computation inside the callback, which may
+    deadlock: this passes NumPy arrays. On several devices the token bypasses the callback, which gets -1 instead.
     """
     axis_context = ctx.module_context.axis_context
     if getattr(axis_context, "num_devices", None) == 1:
@@ -44,7 +43,7 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
         return ()
 
     if isinstance(axis_context, SPMDAxisContext):
-        # Inside shard_map: every device calls. If it leaves some mesh axes to the compiler, JAX has to gather first.
+        # Inside shard_map every device calls. If some mesh axes are left to the compiler, JAX has to gather first.
         rest = tuple(n for n in axis_context.mesh.axis_names if n not in axis_context.manual_axes)
         if rest:
 
@@ -57,7 +56,7 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
 
             def emit(token: Any, *arrays: Any) -> Any:
                 if explicit_beside_manual():
-                    # JAX does not gather over axes that are in types.
+                    # JAX does not gather over explicit axes.
                     arrays = tuple(_whole(x) for x in arrays)
                     specs = (jax.sharding.PartitionSpec(),) * len(arrays)
                     jax.shard_map(call_from_first, in_specs=specs, out_specs=[], axis_names=set(rest))(*arrays)
@@ -76,9 +75,9 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
 
 
 def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any) -> Any:
-    """`lower_callback` of any dtype: numbers of less than 8 bits leave in wider ones.
+    """`lower_callback` for any dtype: numbers of less than 8 bits are sent in a wider dtype.
 
-    XLA packs several of them into a byte, and JAX 0.7 hands the bytes to NumPy, which does not.
+    XLA packs several of them into a byte, but JAX 0.7 reads the bytes with NumPy, which does not.
     """
     dtypes = [a.dtype for a in ctx.avals_in]
     wide = [_in_whole_bytes(d) for d in dtypes]
@@ -127,10 +126,10 @@ def _callback_sharding(kind: str) -> Any:
 
 
 def _standing_alone(ctx: Any, operands: Any) -> Any:
-    """The operands of a host call, not to be fused with it.
+    """Keep the operands of a host call from being fused with it.
 
-    XLA for GPUs makes one kernel of a slice and the call that takes it, and then aborts the process over the token that
-    keeps calls in order (JAX 0.11).
+    XLA for GPUs fuses a slice with the call that takes it, and then aborts the process because of the token that keeps
+    calls in order (JAX 0.11).
     """
     if set(ctx.module_context.platforms) == {"cpu"}:
         return operands
@@ -139,9 +138,9 @@ def _standing_alone(ctx: Any, operands: Any) -> Any:
 
 
 def _call_in_order(ctx: Any, callback: Any, operands: Any, kind: str | None = None) -> Any:
-    """A host call that takes part in the order of others if its effects say so; with several devices, of a kind."""
+    """Emit a host call, ordered if its effects say so; `kind` is its sharding on several devices."""
     operands = _standing_alone(ctx, operands)
-    in_order = order_effect in ctx.tokens_in.effects() and kind != "MANUAL"  # every device has an order of its own
+    in_order = order_effect in ctx.tokens_in.effects() and kind != "MANUAL"  # every device has its own order
     order = order_effect if in_order else None
     results, token, _ = mlir.emit_python_callback(
         ctx,
@@ -161,14 +160,14 @@ def _call_in_order(ctx: Any, callback: Any, operands: Any, kind: str | None = No
 def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
     """Emit a host call of `callback(*arrays)`, which returns a tuple of arrays.
 
-    XLA may reorder calls that do not depend on each other, side effects or not: so its effects must tell that it takes
-    part in the order of others. Inside shard_map, where every device calls, there is no one order to keep.
+    XLA may reorder calls that do not depend on each other, even those with side effects, so its effects must include
+    the order effect. Inside shard_map every device calls, and there is no single order to keep.
     """
     axis_context = ctx.module_context.axis_context
     if getattr(axis_context, "num_devices", None) == 1:
         return _call_in_order(ctx, callback, operands)
     if isinstance(axis_context, SPMDAxisContext) or ctx.avals_out:
-        # A token beside results has a sharding that XLA refuses, with JAX 0.7. But who needs them comes later anyway.
+        # With JAX 0.7, XLA refuses the sharding of a token beside results. Data dependence orders those calls anyway.
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out]
 
         def call(*arrays: Any) -> Any:

@@ -9,9 +9,9 @@ import jax
 
 
 def own_transfers() -> Any:
-    """A context for what lox computes on its own, outside of compiled programs, from Python's and NumPy's numbers.
+    """Allow transfers of Python and NumPy numbers in computations of lox outside of compiled programs.
 
-    Who guards against implicit transfers is after those of the program.
+    A user's transfer guard is meant for the transfers of the user's program.
     """
     if all(getattr(jax.config, guard) in (None, "allow") for guard in _TRANSFER_GUARDS):
         return _NO_CONTEXT
@@ -19,9 +19,9 @@ def own_transfers() -> Any:
 
 
 def debugged() -> tuple[bool, bool]:
-    """Whether NaNs and infinities are being debugged: what lox traces then contains none of its own.
+    """Whether NaNs and infinities are being debugged, in which case lox must not introduce any.
 
-    JAX's caches do not know of it, so that lox's must.
+    JAX's caches do not depend on these settings, so lox's must.
     """
     return jax.config.jax_debug_nans, jax.config.jax_debug_infs  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -33,9 +33,9 @@ _LOOPS = {inspect.unwrap(loop).__code__ for loop in (jax.lax.scan, jax.lax.while
 
 
 def in_python_loop(outermost: Any) -> bool:
-    """Whether this is called from a loop that JAX runs in Python, inside of the function whose code is `outermost`.
+    """Whether this is called from a loop that JAX runs in Python, inside the function whose code is `outermost`.
 
-    Under `disable_jit` there are no primitives for loops: nothing but the stack knows of them.
+    Under `disable_jit` there are no primitives for loops: only the stack shows them.
     """
     if not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         return False

@@ -58,7 +58,7 @@ def _widen_prevent_cse(prevent_cse: Any, extra_in: int) -> Any:
 
 
 def with_common_types(jaxprs: list[Any], avals: list[Any]) -> list[Any]:
-    """Branches whose results vary over the same mesh axes, which cond insists on."""
+    """Make the results of branches vary over the same mesh axes, as `cond` requires."""
     varying = [[varying_axes(a) for a in out_avals(j)] for j in jaxprs]
     if all(v == varying[0] for v in varying[1:]):
         return jaxprs
@@ -100,24 +100,24 @@ def wrap_rule(rule: Any, around: Any) -> Any:
 
 
 def flat_results(results: Any) -> tuple[list[Any], Any]:
-    """What a trace returns for a primitive as a list, and how to give it back its form."""
+    """What a trace returns for a primitive as a list, and a function that restores its form."""
     if hasattr(results, "unflatten") and hasattr(results, "update"):  # since 0.11 shard_map's are a FlatTree
         return list(results.vals), results.update
     return list(results), lambda flat: flat
 
 
 def forget_trees(fun: Any, rule: Any) -> None:
-    """Let a function be as if it had never run, if its derivative rule has.
+    """Reset a function to the state before it ran, if its derivative rule has run too.
 
-    JAX runs one of the two, and learns the structure of the result from the one that has run; it objects to both. lox
-    does run both: one for the logs, one for the derivative.
+    JAX runs one of the two, takes the structure of the result from it, and raises if both have run. lox runs both: one
+    for the logs, one for the derivative.
     """
     if all(_is_filled(store) for store in rule.stores if store is not None):
         forget_results(fun)
 
 
 def forget_results(fun: Any) -> None:
-    """Let a function be called again: JAX notes the structure of its results, and objects to a second one."""
+    """Let a function be called again: JAX stores the structure of its results, and raises if it is stored twice."""
     for store in getattr(fun, "stores", ()):
         if store is not None:
             store.reset()
@@ -125,7 +125,7 @@ def forget_results(fun: Any) -> None:
 
 def _is_filled(store: Any) -> bool:
     try:
-        store.val  # noqa: B018  one of the two classes of stores has no other way to tell
+        store.val  # noqa: B018  one of the two store classes offers no other test
     except lu.StoreException:
         return False
     return True

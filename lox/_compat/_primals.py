@@ -1,4 +1,4 @@
-"""Logs are of the primal: how they pass through differentiation."""
+"""How logs pass through differentiation: they belong to the primal computation."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lox._compat._types import zeros_of
 
 
 def report_primals(primitive: Any, stand_in: Any = None) -> None:
-    """Let a primitive that exists for its effect have it once, where the program computes its primal values.
+    """Let a primitive have its effect exactly once, where the program computes its primal values.
 
     For `stand_in` see `run_in_forward_pass`.
     """

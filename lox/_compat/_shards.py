@@ -12,14 +12,14 @@ from jax._src.sharding_impls import _internal_use_concrete_mesh
 from lox._compat._traces import Primitive, set_current_trace
 from lox._compat._types import aval_of, varying_axes
 
-# There JAX runs the body one primitive at a time, each as a jitted shard_map of its own on arrays with a leading axis
-# for the devices. It goes past all traces with them, but not with a primitive that has a rule of its own for this.
+# There JAX runs the body one primitive at a time, each as its own jitted shard_map on arrays with a leading axis for
+# the devices. These calls bypass all traces, except for a primitive that has a rule in `eager_rules`.
 _on_shards_p = Primitive("lox_on_shards")
 _on_shards_p.multiple_results = True
 
 
 def bind_on_shards(shards: Any, around: Any, primitive: Any, params: dict[str, Any], args: Any) -> Any:
-    """Bind a primitive inside the shard_map that `shards` is the trace of, such that the trace `around` it sees it."""
+    """Bind a primitive inside the shard_map whose trace is `shards`, such that the trace `around` it sees the call."""
     mesh, check = shards.mesh, shards.check
 
     def axes(aval: Any) -> tuple[Any, ...]:
@@ -45,7 +45,7 @@ def bind_on_shards(shards: Any, around: Any, primitive: Any, params: dict[str, A
 
 @dataclasses.dataclass(frozen=True)
 class _OnShards:
-    """A primitive on arrays with a leading axis for the devices; equal to others, so that jit knows it again."""
+    """A primitive on arrays with a leading axis for the devices; compared by value, so that jit's cache finds it."""
 
     primitive: Any
     params: tuple[tuple[str, Any], ...]

@@ -16,22 +16,22 @@ Trace = jax.core.Trace
 Tracer = jax.core.Tracer
 PjitFunction = type(jax.jit(lambda: None))
 # `set_current_trace` and `take_current_trace` are in jax.extend.core since 0.10. Up to 0.9 they were in jax.core, where
-# touching them warns from 0.8.2 on: before there was a new place.
+# accessing them warns since 0.8.2.
 _trace_home: Any = jex_core if hasattr(jex_core, "set_current_trace") else _core
 set_current_trace = _trace_home.set_current_trace
 take_current_trace = _trace_home.take_current_trace
 
 
 class Primitive(jex_core.Primitive):
-    """A primitive of lox's own.
+    """A primitive of lox.
 
-    `jax.experimental.jet` is heavy, so it is not imported for the sake of its table of rules: who uses it has.
+    `jax.experimental.jet` is slow to import, so its table of rules is filled only once somebody else imported it.
     """
 
     jet_rule: Any = None
 
     def bind(self, *args: Any, **params: Any) -> Any:
-        """As JAX's."""
+        """Bind as JAX does, after registering the rule for `jet`."""
         jet = sys.modules.get("jax.experimental.jet")
         if jet is not None:
             jet.jet_rules.setdefault(self, self.jet_rule)
@@ -45,15 +45,15 @@ def current_trace() -> Any:
 
 
 def _find_eval_trace() -> Any:
-    # A new thread starts with no transformation around, even if lox is being imported inside one.
+    # A new thread starts without transformations, even if lox is being imported inside one.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(current_trace).result()
 
 
 def _find_staging_trace() -> type:
-    found: list[type] = []
-    jax.make_jaxpr(lambda: found.append(type(current_trace())))()
-    return found[0]
+    types: list[type] = []
+    jax.make_jaxpr(lambda: types.append(type(current_trace())))()
+    return types[0]
 
 
 eval_trace = _find_eval_trace()
@@ -61,23 +61,23 @@ StagingTrace = _find_staging_trace()  # what jit and make_jaxpr trace with
 
 
 def is_evaluating() -> bool:
-    """Whether operations run at once, with no transformation around."""
-    return _core.trace_ctx.trace is eval_trace  # every call asks, and the public way takes a microsecond
+    """Whether operations run immediately, outside of all transformations."""
+    return _core.trace_ctx.trace is eval_trace  # asked in every call; `current_trace` takes a microsecond
 
 
 def stand_for(trace: Any, parent: Any) -> None:
-    """Let a trace that makes no values of its own pass for the one around it.
+    """Let a trace that makes no values of its own pass for the surrounding one.
 
-    JAX keys its caches with a weak reference to the current trace, so that every call of a transformed function would
-    leave an entry in the cache of each jitted function it calls; and libraries compare it to tell whether they are at
-    the level where an object was made. Functions that log have an effect, for which JAX's C++ cache never answers:
-    nothing can pass the trace by.
+    JAX's caches use a weak reference to the current trace as part of their keys, so every call of a transformed
+    function would add to the cache of each jitted function it calls; and libraries compare traces to tell whether an
+    object was made at the current level. No log can bypass the trace: JAX's C++ cache does not answer for functions
+    with effects.
     """
     trace._weakref, trace.stands_for = parent._weakref, parent
 
 
 def underneath(trace: Any) -> Any:
-    """The trace that this one stands for, if it does."""
+    """The trace that this one stands for, or itself."""
     while (parent := getattr(trace, "stands_for", None)) is not None:
         trace = parent
     return trace
@@ -85,9 +85,9 @@ def underneath(trace: Any) -> Any:
 
 @contextlib.contextmanager
 def given_up_by(error: type[Exception]) -> Any:
-    """What is traced here may be given up, by raising this error, to be traced anew in another way.
+    """Allow tracing to be abandoned by raising this error, in order to trace again in another way.
 
-    JAX clears a trace that is complete; one that never is would keep alive what it closes over, tracers included.
+    JAX clears a trace on completion; an abandoned one would keep alive what it closes over, tracers included.
     """
     trace = current_trace()
     try:

@@ -1,4 +1,4 @@
-"""Types of values: shardings, and what varies over devices."""
+"""Types of values: shardings, and the mesh axes over which values vary."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ def is_symbolic_zero(x: Any) -> bool:
 
 
 def instantiated(x: Any) -> Any:
-    """A cotangent as an array."""
+    """A cotangent as an array, symbolic zeros included."""
     return zeros_of(x.aval) if is_symbolic_zero(x) else x
 
 
@@ -38,33 +38,33 @@ def varying_over(values: Any) -> frozenset[Any]:
 
 
 def is_first(axes: Iterable[Any]) -> Any:
-    """Inside shard_map: whether a device is the first along all of these axes."""
+    """Whether a device inside shard_map is the first along all of these axes."""
     return sum(lax.axis_index(name) for name in sorted(axes)) == 0
 
 
 def is_without_order() -> bool:
-    """Whether host calls made here cannot be ordered: not where some axes of the mesh are manual and others are not.
+    """Whether host calls made here cannot be ordered: where some axes of the mesh are manual and others are not.
 
-    The XLA of JAX 0.8 to 0.10 ends the process when the token that keeps the order enters there.
+    The XLA of JAX 0.8 to 0.10 aborts the process if the token that keeps the order enters there.
     """
     kinds = set(_axis_types().values())
     return jax.sharding.AxisType.Manual in kinds and len(kinds) > 1
 
 
 def axes_without_host_calls() -> list[str]:
-    """The explicit axes of a mesh because of which nothing can be sent to the host from here."""
+    """The explicit axes of the mesh that keep this place from calling the host."""
     return explicit_beside_manual() if jax.__version_info__ < (0, 11) else []  # XLA could not lower it before
 
 
 def explicit_beside_manual() -> list[str]:
-    """The explicit axes of a mesh of which others are manual."""
+    """The explicit axes of the current mesh if some of its other axes are manual."""
     types = _axis_types()
     manual = jax.sharding.AxisType.Manual in types.values()
     return [n for n, kind in types.items() if manual and kind == jax.sharding.AxisType.Explicit]
 
 
 def _axis_types() -> dict[str, Any]:
-    """The kind of each axis of the mesh that is around."""
+    """The type of each axis of the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
@@ -75,7 +75,7 @@ def array_type(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
 
 
 def without_axis(aval: Any, axis: int) -> Any:
-    """The type of arrays with one axis less."""
+    """The type of arrays without this axis."""
     shape, axes = list(aval.shape), list(aval.sharding.spec)
     del shape[axis], axes[axis : axis + 1]
     sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*axes))
@@ -83,14 +83,14 @@ def without_axis(aval: Any, axis: int) -> Any:
 
 
 def scalar_type(dtype: Any, like: Any) -> Any:
-    """The type of a scalar that is on the devices of a value and varies over them as that does."""
+    """The type of a scalar on the devices of `like` that varies over them in the same way."""
     aval = aval_of(like)
     sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec())
     return aval.update(shape=(), dtype=np.dtype(dtype), weak_type=False, sharding=sharding)
 
 
 def explicit_sharding(aval: Any, lead: int = 0) -> Any:
-    """How an array is sharded, as far as its type says so and without its leading axes; None if it does not."""
+    """The sharding that the type of an array states, without its leading axes; None if it states none."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
         return None
@@ -101,21 +101,21 @@ def explicit_sharding(aval: Any, lead: int = 0) -> Any:
 
 
 def with_leading_axes(sharding: Any, count: int) -> Any:
-    """The same sharding for arrays with that many more axes in front."""
+    """The same sharding for arrays with `count` more leading axes."""
     if sharding is None:
         return None
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*[None] * count, *sharding.spec))
 
 
 def explicit_axes(aval: Any) -> tuple[Any, ...]:
-    """By axis of an array the mesh axes over which its type says that it is sharded; nothing if there are none."""
+    """For each axis of an array, the mesh axes over which its type says it is sharded; empty if there are none."""
     sharding = getattr(aval, "sharding", None)
     spec = () if sharding is None else tuple(sharding.spec)
     return spec if any(axis is not None for axis in spec) else ()
 
 
 def abstract_sharding(mesh: Any, axes: list[Any]) -> Any:
-    """The sharding of an array's type, by axis of the array; None if no axis is sharded."""
+    """The sharding of an array's type, from the mesh axes of each array axis; None if no axis is sharded."""
     if not any(axes):
         return None
     mesh = mesh.abstract_mesh if isinstance(mesh, jax.sharding.Mesh) else mesh
@@ -138,14 +138,14 @@ class AxisSharding(NamedTuple):
 
 
 def explicit_over(mesh: Any, names: Any) -> AxisSharding | None:
-    """How an axis is sharded over these mesh axes, as far as types tell."""
+    """The sharding of an array axis over these mesh axes, as far as they are explicit."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    told = tuple(n for n in names if types[n] == jax.sharding.AxisType.Explicit)
-    return AxisSharding(mesh, told[0] if len(told) == 1 else told) if told else None
+    explicit = tuple(n for n in names if types[n] == jax.sharding.AxisType.Explicit)
+    return AxisSharding(mesh, explicit[0] if len(explicit) == 1 else explicit) if explicit else None
 
 
 def vmap_names(axis_data: Any) -> tuple[Any, Any]:
-    """`axis_name` and `spmd_axis_name` of the vmap that calls a batching rule; None for what was not given."""
+    """`axis_name` and `spmd_axis_name` of the vmap that calls a batching rule; None where not given."""
     spmd = axis_data.spmd_name
     if isinstance(spmd, tuple) and len(spmd) == 1:  # JAX makes a tuple of every name
         (spmd,) = spmd
@@ -153,19 +153,19 @@ def vmap_names(axis_data: Any) -> tuple[Any, Any]:
 
 
 def axis_shardings(x: Any) -> list[AxisSharding | None]:
-    """How each axis of an array is sharded, as far as its type tells; an empty list if it tells nothing."""
+    """The explicit sharding of each axis of an array; an empty list if no axis has one."""
     if not isinstance(x, jax.Array | jax.core.ShapedArray):
         return []
     spec = explicit_axes(aval_of(x))
     if not spec:
         return []
-    # Outside of jit a sharding takes devices, which only arrays know.
+    # Outside of jit a sharding needs devices, which only arrays know.
     sharding: Any = (aval_of(x) if isinstance(x, Tracer) else x).sharding
     return [None if names is None else AxisSharding(sharding.mesh, names) for names in spec]
 
 
 def shard_axes(x: Any, shardings: dict[int, AxisSharding]) -> Any:
-    """`x` with these of its axes sharded so, and the others as they are."""
+    """Shard the given axes of `x` and leave the others as they are."""
     axes = [*explicit_axes(aval_of(x))] or [None] * x.ndim
     if all(axes[axis] == sharding.names for axis, sharding in shardings.items()):
         return x
@@ -181,30 +181,30 @@ def _reshard(x: Any, sharding: Any) -> Any:
         if isinstance(x, Tracer):
             sharding = jax.sharding.NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
         else:
-            return jax.device_put(x, sharding)  # 0.7 reshards only what is on the devices already
+            return jax.device_put(x, sharding)  # 0.7 reshards only arrays that are already on the devices
     elif is_evaluating() and not isinstance(x, Tracer):
-        return x  # types do not know the devices; JAX moves what is not committed to any
+        return x  # an abstract mesh has no devices, and JAX itself moves arrays that are not committed to any
     return jax.sharding.reshard(x, sharding)
 
 
 def sharded_like(x: Any, other: Any) -> Any:
-    """`x`, of the same shape as another array, with its axes explicitly sharded as those."""
-    found = {axis: sharding for axis, sharding in enumerate(axis_shardings(other)) if sharding is not None}
-    return shard_axes(x, found) if found else x
+    """Shard `x` explicitly as another array of the same shape."""
+    shardings = {axis: sharding for axis, sharding in enumerate(axis_shardings(other)) if sharding is not None}
+    return shard_axes(x, shardings) if shardings else x
 
 
 def gathered(x: Any, axis: int) -> Any:
-    """`x`, not sharded along an axis: JAX does not pick a single index of one that is."""
+    """Gather `x` along an axis: JAX does not take a single index of a sharded one."""
     shardings = axis_shardings(x)
     sharding = shardings[axis] if shardings else None
     return x if sharding is None else shard_axes(x, {axis: AxisSharding(sharding.mesh, None)})
 
 
 def on_mesh_of(args: Any, tree: Any) -> Any:
-    """`tree`, whose arrays know the mesh that the types of some arguments tell of.
+    """Put the arrays of `tree` on the explicit mesh of `args`, if there is one.
 
-    A scalar made inside jit knows no mesh, and then JAX cannot batch a loop or a branch that takes it over an axis that
-    is explicitly sharded.
+    The type of a scalar made inside jit has no mesh, and then JAX cannot batch a loop or branch that takes it over an
+    explicitly sharded axis.
     """
     meshes = (getattr(getattr(aval_of(x), "sharding", None), "mesh", None) for x in args)
     explicit = (m for m in meshes if m is not None and jax.sharding.AxisType.Explicit in m.axis_types)
@@ -216,14 +216,14 @@ def on_mesh_of(args: Any, tree: Any) -> Any:
     staged = isinstance(current_trace(), StagingTrace)
 
     def on_mesh(x: Any) -> Any:
-        knows = not (staged or isinstance(x, Tracer)) or not aval_of(x).sharding.mesh.empty
-        return x if knows else jax.sharding.reshard(x, sharding)
+        lacks_mesh = (staged or isinstance(x, Tracer)) and aval_of(x).sharding.mesh.empty
+        return jax.sharding.reshard(x, sharding) if lacks_mesh else x
 
     return jax.tree.map(on_mesh, tree)
 
 
 def zeros_along(x: Any, axis: int) -> Any:
-    """As many zeros as `x` has along an axis, sharded as that is."""
+    """A vector of zeros, as long as an axis of `x` and sharded like it."""
     zeros = np.zeros(x.shape[axis], np.int32)
     shardings = axis_shardings(x)
     sharding = shardings[axis] if shardings else None
@@ -231,10 +231,10 @@ def zeros_along(x: Any, axis: int) -> Any:
 
 
 def beside(others: Any, tree: Any) -> Any:
-    """`tree`, with its arrays moved such that an operation, or a program, can take them together with others.
+    """Move the arrays of `tree` so that an operation or a program can take them together with others.
 
-    What is not committed to devices JAX moves by itself. If none of the others is, they go wherever JAX likes; to be
-    committed would tie them, and what comes of them, to a place.
+    JAX itself moves uncommitted arrays. If none of the others is committed, the arrays become uncommitted too, as
+    committed ones would tie the results to their devices.
     """
     leaves = jax.tree.leaves(tree)
     if not any(_is_committed(x) for x in leaves):
@@ -260,7 +260,7 @@ def _moved(x: Any, place: Any) -> Any:
 
 
 def aval_of(x: Any) -> Any:
-    """The type of a value; types are their own."""
+    """The type of a value, or the type itself."""
     return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
 
 
@@ -269,23 +269,23 @@ def is_prng_key(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def map_words(fun: Any, keys: Any) -> Any:
-    """What `fun` makes of the words of PRNG keys, as keys."""
-    return jax.random.wrap_key_data(fun(jax.random.key_data(keys)), impl=keys.dtype._impl.name)
+def map_words(fun: Any, prng_keys: Any) -> Any:
+    """Apply `fun` to the words of PRNG keys."""
+    return jax.random.wrap_key_data(fun(jax.random.key_data(prng_keys)), impl=prng_keys.dtype._impl.name)
 
 
 def zeros_of(aval: Any) -> Any:
-    """Zeros of exactly this type: sharding and varying axes included, which `jnp.zeros` would lose.
+    """Zeros of exactly this type, sharding and varying axes included, which `jnp.zeros` would lose.
 
-    Of PRNG keys those whose words are zero; what JAX takes for their zeros are no keys.
+    For PRNG keys, those whose words are zero: JAX's own zeros for their type are not keys.
     """
     if is_prng_key(aval.dtype):
         words = jax.numpy.zeros((*aval.shape, *aval.dtype._impl.key_shape), np.uint32)
         return with_varying_axes_of(jax.random.wrap_key_data(words, impl=aval.dtype._impl.name), aval)
     sharding = explicit_sharding(aval)
     if sharding is not None and jax.sharding.get_abstract_mesh().empty:
-        # An array knows its mesh, but making a new one takes a mesh around. Outside of jit it takes the devices too,
-        # which the type does not know; there an array on one device will do.
+        # A type knows its mesh, but making an array needs a current mesh. Outside of jit it needs the devices too,
+        # which the type does not know; an array on one device will do there.
         if is_evaluating():
             return ad.zeros_like_aval(jax.core.ShapedArray(aval.shape, aval.dtype))
         with use_abstract_mesh(sharding.mesh):
@@ -294,12 +294,12 @@ def zeros_of(aval: Any) -> Any:
 
 
 def with_varying_axes_of(x: Any, aval: Any) -> Any:
-    """`x`, made to vary over the mesh axes over which `aval` varies."""
+    """Make `x` vary over the mesh axes over which `aval` varies."""
     return vary_over(x, varying_axes(aval))
 
 
 def vary_over(x: Any, axes: frozenset[Any]) -> Any:
-    """`x`, made to vary over these mesh axes too."""
+    """Make `x` vary over these mesh axes too."""
     missing = tuple(axes - varying_axes(jax.typeof(x)))
     if not missing:
         return x

@@ -18,27 +18,27 @@ _EDGE = 3
 
 
 def compact(logs: "logdict") -> str:
-    """`{'xs': [0, 1, 2], 'loss': 0.1}`; events that did not happen are left out, and are `-` in single lanes."""
+    """Format as `{'xs': [0, 1, 2], 'loss': 0.1}`, without empty slots; where only some lanes are empty they are `-`."""
     if logs.valid and not any(_is_abstract(x) for x in jax.tree.leaves(logs)):
         logs = logs.without_empty_slots()
     return "{" + ", ".join(f"{k!r}: {_value(v, logs.valid.get(k))}" for k, v in logs.items()) + "}"
 
 
 def with_steps(logs: "logdict") -> str:
-    """`{'loss': 0.1} step=3`: a step that all keys have in common once, others by key."""
+    """Format as `{'loss': 0.1} step=3`: a step that all keys share is shown once, others by key."""
     if logs.valid:
         logs = logs.without_empty_slots()
     parts = [compact(logs)]
-    for name, of in logs.steps.items():
-        steps = {key: _step(of[key], logs.valid.get(key)) for key in logs if key in of}
-        common = set(steps.values()) if len(steps) == len(logs) else set()
-        by_key = "{" + ", ".join(f"{key!r}: {text}" for key, text in steps.items()) + "}"
+    for name, steps in logs.steps.items():
+        texts = {key: _step(steps[key], logs.valid.get(key)) for key in logs if key in steps}
+        common = set(texts.values()) if len(texts) == len(logs) else set()
+        by_key = "{" + ", ".join(f"{key!r}: {text}" for key, text in texts.items()) + "}"
         parts.append(f"{name}={common.pop() if len(common) == 1 else by_key}")
     return " ".join(parts)
 
 
 def _step(step: Any, valid: Any) -> str:
-    # A step that is the same in all lanes has no place for those that are missing.
+    # A step that all lanes share has no axis to show missing lanes in.
     return _value(step, valid if np.shape(step) == np.shape(valid) else None)
 
 
@@ -56,13 +56,13 @@ def _value(value: Any, valid: Any = None) -> str:
             return f"{type(value).__name__}({inner})"
         inner = ", ".join(_value(v, valid) for v in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
-    if isinstance(value, _compat.Tracer) or _is_key(value):
+    if isinstance(value, _compat.Tracer) or _is_prng_key(value):
         return _type(value)
     if hasattr(value, "dtype") or np.isscalar(value):
         return _array(np.asarray(value), None if valid is None or _is_abstract(valid) else np.asarray(valid))
     if isinstance(value, Histogram | Image) or jax.tree_util.all_leaves([value]):
-        return str(value)  # the first two by what they show, not by their arrays
-    return str(jax.tree.map(_Text, value))  # a user's own pytree shows itself, with our arrays in it
+        return str(value)  # histograms and images have their own text
+    return str(jax.tree.map(_Text, value))  # a custom pytree formats itself, with its arrays in our format
 
 
 class _Text:
@@ -73,7 +73,7 @@ class _Text:
         return _value(self._value)
 
 
-def _is_key(x: Any) -> bool:
+def _is_prng_key(x: Any) -> bool:
     return hasattr(x, "dtype") and _arrays.is_prng_key(x.dtype)
 
 
@@ -89,14 +89,14 @@ def _array(array: np.ndarray, valid: np.ndarray | None, size: int | None = None)
     if array.ndim == 0:
         return str(array[()])
     size = array.size if size is None else size
-    rows = range(len(array))
-    text = [_array(array[i], None if valid is None else valid[i], size) for i in _shown(rows, size)]
-    if len(text) < len(rows):
+    indices = range(len(array))
+    text = [_array(array[i], None if valid is None else valid[i], size) for i in _shown(indices, size)]
+    if len(text) < len(indices):
         text.insert(_EDGE, "...")
     return f"[{', '.join(text)}]"
 
 
-def _shown(rows: range, size: int) -> list[int]:
-    if size < _MANY or len(rows) <= 2 * _EDGE:
-        return list(rows)
-    return [*rows[:_EDGE], *rows[-_EDGE:]]
+def _shown(indices: range, size: int) -> list[int]:
+    if size < _MANY or len(indices) <= 2 * _EDGE:
+        return list(indices)
+    return [*indices[:_EDGE], *indices[-_EDGE:]]

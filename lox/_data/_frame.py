@@ -1,4 +1,4 @@
-"""Logs as arrays in one order, and as pandas data frames."""
+"""Logs as arrays with their axes in one order, and as pandas data frames."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _EVENT = "event"
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One leaf of one key as NumPy arrays: `(*lanes, event, *item)`, the same lanes for steps and mask."""
+    """One leaf of one key as NumPy arrays `(*lanes, event, *item)`; `steps` and `valid` have the same lanes."""
 
     name: str
     values: np.ndarray
@@ -30,7 +30,7 @@ class Column:
 
 
 def columns(logs: "logdict") -> Iterator[Column]:
-    """All leaves of all keys. What is the same in all lanes is repeated, as it happened in each of them."""
+    """All leaves of all keys. Arrays that do not depend on the lane are repeated for each."""
     for x in jax.tree.leaves(logs):
         if isinstance(x, _compat.Tracer):
             raise _errors.LogTypeError(
@@ -41,19 +41,19 @@ def columns(logs: "logdict") -> Iterator[Column]:
     for _, _, parts in keys:
         for x, axes in parts.values():
             sizes.update((axis, size) for axis, size in zip(axes, x.shape, strict=False) if axis != _EVENT)
-    # Only lanes that some array has: a vmap on which nothing depends is not to be seen.
+    # Only lanes that some array has: a vmap on which nothing depends leaves no axis.
     present = sorted(sizes)
     names = dict(
         zip(present, ["lane"] if len(present) == 1 else [f"lane_{n}" for n in range(len(present))], strict=True)
     )
     for _, under, parts in keys:
-        mine = [axis for axis in present if axis in under]
-        shape = tuple(sizes[axis] for axis in mine)
+        lanes = [axis for axis in present if axis in under]
+        shape = tuple(sizes[axis] for axis in lanes)
 
-        def ordered(part: tuple[np.ndarray, list[Any]], mine: Any = mine, shape: Any = shape) -> np.ndarray:
+        def ordered(part: tuple[np.ndarray, list[Any]], lanes: Any = lanes, shape: Any = shape) -> np.ndarray:
             x, axes = part
-            x = x.transpose([axes.index(a) for a in [*mine, _EVENT] if a in axes] + list(range(len(axes), x.ndim)))
-            x = x[tuple(slice(None) if a in axes else None for a in [*mine, _EVENT])]
+            x = x.transpose([axes.index(a) for a in [*lanes, _EVENT] if a in axes] + list(range(len(axes), x.ndim)))
+            x = x[tuple(slice(None) if a in axes else None for a in [*lanes, _EVENT])]
             return np.broadcast_to(x, (*shape, *x.shape[len(shape) :]))
 
         leaves = {name: ordered(part) for (kind, name), part in parts.items() if kind == "value"}
@@ -66,14 +66,14 @@ def columns(logs: "logdict") -> Iterator[Column]:
                 values,
                 {n: np.broadcast_to(x, lead) for n, x in steps.items()},
                 np.broadcast_to(valid, lead),
-                tuple(names[axis] for axis in mine),
+                tuple(names[axis] for axis in lanes),
             )
 
 
 def _arrays_of(logs: "logdict", key: str) -> tuple[list[Any], dict[tuple[str, str], tuple[np.ndarray, list[Any]]]]:
-    """The vmaps that a key was under, and its arrays with what their leading axes are."""
+    """The vmaps around a key, and its arrays with the names of their leading axes."""
     layout, outer = logs._layout(key), logs._outer(key)
-    # Sorted as they nest: a vmap of the logs as a whole is outside of those that they were logged under.
+    # Named such that they sort as they nest: a vmap of the whole logs is outside of those around the log.
     around: list[Any] = [(0, n) for n in range(outer)]
     inside = [(1, n) for n in range(max(len(f) for f in layout.flags))]
 
@@ -82,12 +82,12 @@ def _arrays_of(logs: "logdict", key: str) -> tuple[list[Any], dict[tuple[str, st
 
     parts: dict[tuple[str, str], tuple[np.ndarray, list[Any]]] = {}
     leaves = jax.tree_util.tree_leaves_with_path(logs[key])
-    for (path, leaf), flags in zip(leaves, layout.flags, strict=True):
-        parts["value", key + jax.tree_util.keystr(path)] = _numpy(leaf), axes(flags)
-    flags_of = dict(layout.step_flags)
-    for name, of in logs.steps.items():
-        if key in of:
-            parts["step", name] = _numpy(of[key]), axes(flags_of.get(name, ()))
+    for (tree_path, leaf), flags in zip(leaves, layout.flags, strict=True):
+        parts["value", key + jax.tree_util.keystr(tree_path)] = _numpy(leaf), axes(flags)
+    step_flags = dict(layout.step_flags)
+    for name, steps in logs.steps.items():
+        if key in steps:
+            parts["step", name] = _numpy(steps[key]), axes(step_flags.get(name, ()))
     if key in logs.valid:
         parts["valid", ""] = _numpy(logs.valid[key]), axes(layout.valid_flags)
     return around + inside, parts
@@ -100,7 +100,7 @@ def _numpy(x: Any) -> np.ndarray:
 
 
 def plain_dtype(x: np.ndarray) -> np.ndarray:
-    """The same numbers in a type that pandas knows: bfloat16 and its like become float32."""
+    """Cast to a dtype that pandas knows: bfloat16 and the like become float32."""
     if x.dtype.isbuiltin == 1:
         return x
     return x.astype(np.float32 if jnp.issubdtype(x.dtype, jnp.floating) else np.int32)
@@ -115,16 +115,16 @@ def to_dataframe(logs: "logdict", form: str = "long") -> Any:
     except ImportError as error:
         raise ImportError("`to_dataframe` needs pandas: pip install pandas") from error
 
-    found = list(columns(logs))
-    lanes = sorted({name for column in found for name in column.lanes})
-    steps = list(dict.fromkeys(name for column in found for name in column.steps))
-    frames = [_long(pd, column) for column in found]
+    all_columns = list(columns(logs))
+    lanes = sorted({name for column in all_columns for name in column.lanes})
+    steps = list(dict.fromkeys(name for column in all_columns for name in column.steps))
+    frames = [_long(pd, column) for column in all_columns]
     if form == "wide":
-        return _wide(pd, found, frames, lanes, steps)
+        return _wide(pd, all_columns, frames, lanes, steps)
     order = ["key", *lanes, _EVENT, *(_column(name, lanes) for name in steps), "value"]
-    full = [f for f in frames if len(f)] or frames  # empty ones would only blur the dtypes
+    full = [f for f in frames if len(f)] or frames  # empty ones would change the dtypes
     frame = pd.concat(full, ignore_index=True) if full else pd.DataFrame(columns=order)
-    return _with_whole_steps(frame.reindex(columns=order), found, lanes)
+    return _with_whole_steps(frame.reindex(columns=order), all_columns, lanes)
 
 
 def _column(step: str, lanes: list[str]) -> str:
@@ -132,7 +132,7 @@ def _column(step: str, lanes: list[str]) -> str:
 
 
 def _long(pd: Any, column: Column) -> Any:
-    """A row for every event that happened, in every lane."""
+    """A row for every valid event in every lane."""
     keep = column.valid.reshape(-1)
     data: dict[str, Any] = {"key": np.full(int(keep.sum()), column.name, object)}
     lead = column.valid.shape
@@ -152,7 +152,7 @@ def _long(pd: Any, column: Column) -> Any:
 
 
 def _steps(pd: Any, x: np.ndarray) -> Any:
-    """An event without this step has -1, or NaN, for it."""
+    """Mark missing integer steps, which are -1; missing floats are NaN already."""
     x = plain_dtype(x)
     if x.dtype.kind not in "iu":
         return x
@@ -161,26 +161,26 @@ def _steps(pd: Any, x: np.ndarray) -> Any:
     return steps
 
 
-def _with_whole_steps(frame: Any, found: list[Column], lanes: list[str]) -> Any:
-    """Integer steps are integers, of the kind that can be missing only where one is."""
-    for step in {name for column in found for name in column.steps}:
-        name, whole = _column(step, lanes), all(c.steps[step].dtype.kind in "iu" for c in found if step in c.steps)
-        if whole:
+def _with_whole_steps(frame: Any, all_columns: list[Column], lanes: list[str]) -> Any:
+    """Make integer steps integers again, of a dtype with missing values only where needed."""
+    for step in {name for column in all_columns for name in column.steps}:
+        name = _column(step, lanes)
+        if all(c.steps[step].dtype.kind in "iu" for c in all_columns if step in c.steps):
             frame[name] = frame[name].astype("Int64" if frame[name].isna().any() else np.int64)
     return frame
 
 
-def _wide(pd: Any, found: list[Column], frames: list[Any], lanes: list[str], steps: list[str]) -> Any:
+def _wide(pd: Any, all_columns: list[Column], frames: list[Any], lanes: list[str], steps: list[str]) -> Any:
     """A row for every lane and every combination of steps, a column for every key."""
     index = [*lanes, *(_column(name, lanes) for name in steps)]
     parts = []
-    for column, frame in zip(found, frames, strict=True):
+    for column, frame in zip(all_columns, frames, strict=True):
         frame = frame.reindex(columns=[*index, "value"])
-        # The same steps again are another row; keys without steps go by the number of the event.
+        # Repeated steps get another row; keys without steps are aligned by the number of the event.
         frame[_EVENT] = frame.groupby(index, dropna=False, sort=False).cumcount() if index else np.arange(len(frame))
         parts.append(frame.set_index([*index, _EVENT])["value"].rename(column.name))
     if not parts:
         return pd.DataFrame()
-    wide = _with_whole_steps(pd.concat(parts, axis=1, sort=False).reset_index(), found, lanes)
+    wide = _with_whole_steps(pd.concat(parts, axis=1, sort=False).reset_index(), all_columns, lanes)
     wide = wide.sort_values([*index, _EVENT], kind="stable", ignore_index=True)
     return wide.drop(columns=_EVENT) if steps and not wide[_EVENT].any() else wide

@@ -1,8 +1,8 @@
-"""`lox.Histogram`: how values are distributed, counted on the device.
+"""`lox.Histogram`: the distribution of values, counted on the device.
 
-The bins are fixed and part of the structure, so that histograms of different events, lanes and devices have the same
-bins: everything in them is a sum, and adding two gives the histogram of all their values. That is why `reduce="sum"`
-merges them inside the carry of a loop, and why the transfer is a few hundred numbers however large the arrays are.
+The bins are fixed and part of the structure, so histograms of different events, lanes and devices have the same bins.
+Everything in them is a sum, and adding two gives the histogram of all their values: `reduce="sum"` merges them in the
+carry of a loop, and only a few hundred numbers are transferred, however large the arrays are.
 """
 
 import functools
@@ -21,12 +21,12 @@ _PER_DECADE, _DECADES = 8, (-8, 8)
 
 
 class Edges:
-    """The edges of bins as something that can be compared and hashed: structure, not data."""
+    """The edges of bins, comparable and hashable: structure, not data."""
 
     __slots__ = ("_hash", "values")
 
     def __init__(self, values: Any):
-        # In the precision in which values are compared with them, or those on an edge could be counted elsewhere.
+        # In the precision of the values, or values on an edge could be counted in the wrong bin.
         self.values = np.asarray(values, np.float32)
         self.values.flags.writeable = False
         self._hash = hash(self.values.tobytes())
@@ -71,19 +71,19 @@ class Histogram:
 
     It is a pytree and works under `jit`, `vmap` and `scan`. Without `bins` and `range` the bins are narrow near zero
     and wide far away, eight per decade from 1e-8 to 1e8 on both sides, which suits weights and gradients of any size.
-    Bins are closed on the left, the last one on both sides. What lies outside counts in the outermost bins.
+    Bins are closed on the left, the last one on both sides. Values outside are counted in the outermost bins.
 
     Args:
         values: An array of real numbers, or a pytree of them whose values are counted together.
         bins: How many bins of equal width between the ends of `range`, or a sequence of increasing edges.
-        range: The ends of the bins, as numbers that are known when the program is traced.
+        range: The ends of the bins: numbers that are known when the program is traced.
 
     Attributes:
         counts: How many values are in each bin; a float, exact up to 2**24 and then rounded, never wrapped.
         nonfinite: How many are NaN or infinite. They are in no bin and no sum.
-        sum: Of the values.
-        sum_squares: Of the squares of the values.
-        edges: Where bins begin and end: one more than there are bins.
+        sum: The sum of the values.
+        sum_squares: The sum of their squares.
+        edges: The edges of the bins: one more than there are bins.
     """
 
     counts: Any
@@ -103,18 +103,18 @@ class Histogram:
 
     @property
     def edges(self) -> np.ndarray:
-        """Where bins begin and end."""
+        """The edges of the bins: one more than there are bins."""
         return self._edges.values
 
     @property
     def mean(self) -> Any:
-        """The mean of the values; NaN if there are none. For arrays that are there, not under `jit`."""
+        """The mean of the values; NaN if there are none. Needs concrete arrays, so it fails under `jit`."""
         total, n = np.asarray(self.sum, np.float64), np.asarray(self.counts, np.float64).sum(-1)
         return np.divide(total, n, out=np.full(np.shape(n), np.nan), where=n > 0)[()]
 
     @property
     def std(self) -> Any:
-        """Their standard deviation. For arrays that are there, not under `jit`."""
+        """The standard deviation of the values. Needs concrete arrays, so it fails under `jit`."""
         squares, n = np.asarray(self.sum_squares, np.float64), np.asarray(self.counts, np.float64).sum(-1)
         mean_square = np.divide(squares, n, out=np.full(np.shape(n), np.nan), where=n > 0)
         return np.sqrt(np.maximum(mean_square - np.square(self.mean), 0))[()]
@@ -154,7 +154,7 @@ FIELDS = ("counts", "nonfinite", "sum", "sum_squares")
 
 
 def with_edges(edges: Any, fields: Sequence[Any]) -> Histogram:
-    """A histogram that was counted elsewhere: its edges, and its arrays in the order of `FIELDS`."""
+    """Make a histogram of its edges and its arrays, which are in the order of `FIELDS`."""
     return Histogram.tree_unflatten(Edges(edges), fields)
 
 
@@ -209,7 +209,7 @@ def _numbers(x: Any) -> Any:
     return jnp.ravel(jax.lax.stop_gradient(jnp.asarray(x))).astype(jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)  # one thing to compile, also where nothing else is compiled
+@functools.partial(jax.jit, static_argnums=1, inline=True)  # outside of jit, one program instead of many
 def _count(x: Any, edges: Edges) -> tuple[Any, Any, Any, Any]:
     bins = len(edges.values) - 1
     finite = jnp.isfinite(x)
@@ -228,12 +228,12 @@ def _add(first: Any, *rest: Any) -> Any:
 
 
 def few_bins(histogram: Histogram, most: int) -> tuple[list[float], list[float]]:
-    """Counts and edges without the empty bins at the ends, in no more bins than that."""
+    """Counts and edges without the empty bins at the ends, merged into at most `most` bins."""
     counts, edges = np.asarray(histogram.counts, np.float64), histogram.edges.astype(np.float64)
     filled = np.flatnonzero(counts)
     first, last = (filled[0], filled[-1] + 1) if len(filled) else (0, 1)
     counts, edges = counts[first:last], edges[first : last + 1]
-    width = -(-len(counts) // most)  # neighbours that become one
+    width = -(-len(counts) // most)  # how many neighbours are merged
     if width > 1:
         starts = np.arange(0, len(counts), width)
         counts, edges = np.add.reduceat(counts, starts), np.append(edges[starts], edges[-1])

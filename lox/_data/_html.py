@@ -1,7 +1,7 @@
 """Logs as a table for notebooks: a row per key, with a curve.
 
-Text has the colours of the page and curves one that is seen on light and dark pages alike. Everything that comes from
-the user is escaped.
+Text has the colour of the page; curves have a colour that is visible on light and dark pages. Everything that comes
+from the user is escaped.
 """
 
 import base64
@@ -55,10 +55,10 @@ def _row(column: "Column") -> str:
     shape = column.values.shape[column.valid.ndim :]
     kind = f"{column.values.dtype}" + (f"[{', '.join(map(str, shape))}]" if shape else "")
     numbers = _numbers(column)
-    happened = np.where(column.valid.reshape(numbers.shape), numbers, np.nan)
-    finite = happened[np.isfinite(happened)]
+    numbers = np.where(column.valid.reshape(numbers.shape), numbers, np.nan)
+    finite = numbers[np.isfinite(numbers)]
     ends = list(dict.fromkeys([_text(finite.min()), _text(finite.max())])) if len(finite) else []
-    return _cells(column, column.name, kind, _last(happened, column.valid), " … ".join(ends), curve(happened))
+    return _cells(column, column.name, kind, _last(numbers, column.valid), " … ".join(ends), curve(numbers))
 
 
 def _cells(column: "Column", name: str, kind: str, last: str, ends: str, picture: str) -> str:
@@ -78,30 +78,30 @@ def _cells(column: "Column", name: str, kind: str, last: str, ends: str, picture
 
 # --- pictures and histograms ---
 
-_PICTURES = 4  # lanes of which the picture is shown
-_PIXELS = 256  # along the longer side; what is larger is thinned out
+_PICTURES = 4  # how many lanes are shown
+_PIXELS = 256  # along the longer side; larger pictures are thinned out
 _BINS = 40
 
 
 def _media_in(logs: "logdict") -> "dict[str, Any]":
-    """For the leaf that shows a picture or histogram, what it is called and the thing itself; None for its others."""
+    """For the leaf that shows a picture or histogram, its name and the object; None for its other leaves."""
     is_media = lambda x: isinstance(x, Histogram | Image)  # noqa: E731
-    found: dict[str, Any] = {}
+    media: dict[str, Any] = {}
     for key in logs:
-        for path, node in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_media):
+        for tree_path, node in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_media):
             if is_media(node):
-                name = key + jax.tree_util.keystr(path)
+                name = key + jax.tree_util.keystr(tree_path)
                 leaves = jax.tree_util.tree_leaves_with_path(node)
-                found.update({name + jax.tree_util.keystr(path): None for path, _ in leaves})
-                found[f"{name}.{'pixels' if isinstance(node, Image) else 'counts'}"] = name, node
-    return found
+                media.update({name + jax.tree_util.keystr(leaf_path): None for leaf_path, _ in leaves})
+                media[f"{name}.{'pixels' if isinstance(node, Image) else 'counts'}"] = name, node
+    return media
 
 
 def _media_row(column: "Column", name: str, node: "Histogram | Image") -> str:
-    """The last event of each lane."""
-    happened = column.valid.reshape(_by_lane(column))
-    values = column.values.reshape(*happened.shape, *column.values.shape[column.valid.ndim :])
-    last = [lane[np.flatnonzero(have)[-1]] for lane, have in zip(values, happened, strict=True) if have.any()]
+    """A row that shows the last event of each lane."""
+    valid = column.valid.reshape(_by_lane(column))
+    values = column.values.reshape(*valid.shape, *column.values.shape[column.valid.ndim :])
+    last = _last_of_each(values, valid)
     if isinstance(node, Image):
         height, width, _ = values.shape[2:]
         pictures = "".join(map(_picture, last[:_PICTURES])) + (" …" if len(last) > _PICTURES else "")
@@ -122,7 +122,7 @@ def _picture(pixels: np.ndarray) -> str:
 
 
 def bars(counts: list[float], edges: list[float]) -> str:
-    """An SVG of a histogram in bins of equal width, which its own need not have."""
+    """An SVG of a histogram, redrawn in bins of equal width."""
     if not any(counts):
         return ""
     even = np.linspace(edges[0], edges[-1], _BINS + 1)
@@ -141,7 +141,7 @@ def bars(counts: list[float], edges: list[float]) -> str:
 
 
 def _numbers(column: "Column") -> np.ndarray:
-    """`(lane, event)`; arrays by their mean, complex numbers by their magnitude."""
+    """Numbers `(lane, event)`: the mean of arrays, the magnitude of complex numbers."""
     values = column.values
     values = np.abs(values) if values.dtype.kind == "c" else values
     lead = column.valid.shape
@@ -164,8 +164,7 @@ def _count(column: "Column") -> str:
 
 
 def _last(numbers: np.ndarray, valid: np.ndarray) -> str:
-    valid = valid.reshape(numbers.shape)
-    last = [lane[np.flatnonzero(happened)[-1]] for lane, happened in zip(numbers, valid, strict=True) if happened.any()]
+    last = _last_of_each(numbers, valid.reshape(numbers.shape))
     if not last:
         return "–"
     if len(last) == 1:
@@ -174,12 +173,16 @@ def _last(numbers: np.ndarray, valid: np.ndarray) -> str:
         return f"{_text(np.mean(last))} ± {_text(np.std(last))}"
 
 
+def _last_of_each(lanes: np.ndarray, valid: np.ndarray) -> list[Any]:
+    return [values[np.flatnonzero(v)[-1]] for values, v in zip(lanes, valid, strict=True) if v.any()]
+
+
 def _text(x: Any) -> str:
     return html.escape(f"{float(x):.4g}")
 
 
 def curve(numbers: np.ndarray) -> str:
-    """An SVG of `(lane, event)`: the mean as a line, and what all lanes do as a shade behind it."""
+    """An SVG of numbers `(lane, event)`: their mean as a line, their range as a shade behind it."""
     with np.errstate(all="ignore"):
         present = np.isfinite(numbers)
         count = present.sum(0)

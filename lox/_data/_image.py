@@ -1,4 +1,4 @@
-"""`lox.Image`: a picture, to be shown as such."""
+"""`lox.Image`: an array that loggers show as a picture."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ class Image:
     >>> print(logs["frame"].pixels.shape, logs["frame"].pixels.dtype)
     (32, 48, 3) uint8
 
-    It is a pytree and works under `jit`, `vmap` and `scan`. Floats become bytes on the device, so that a quarter of
-    them has to be transferred.
+    It is a pytree and works under `jit`, `vmap` and `scan`. Floats become bytes on the device, which takes a quarter of
+    the transfer.
 
     Args:
         pixels: `(height, width)`, or `(height, width, channels)` with 1 channel (gray), 3 (RGB) or 4 (RGBA): bytes
@@ -58,7 +58,7 @@ class Image:
         self.pixels = x
 
     def tree_flatten_with_keys(self) -> tuple[Any, None]:
-        """As a pytree."""
+        """The pixels are the only child."""
         return [(jax.tree_util.GetAttrKey("pixels"), self.pixels)], None
 
     @classmethod

@@ -1,8 +1,8 @@
 """Arrays that know which of their leading axes are lanes.
 
-A log inside `vmap` reaches lox with one more leading axis, but only where the value depends on the lane. `flags` has
-one entry for every vmap around the log, outermost first, and says whether the array has that axis: an array with
-flags `(True, False)` has the shape `(outer, *item)`. Inside shard_map the devices count as one more, outermost lane.
+A log inside `vmap` reaches lox with another leading axis, but only if the value depends on the lane. `flags` has one
+flag for every vmap around the log, outermost first, that says whether the array has its axis: an array with flags
+`(True, False)` has the shape `(outer, *item)`. Outside of a shard_map its devices count as another, outermost lane.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from lox import _compat
 
 @dataclasses.dataclass(frozen=True)
 class Vmap:
-    """The flag of a vmap that has a name, which tells it from others of the same size."""
+    """The flag of a vmap with a name, which distinguishes it from others of the same size."""
 
     axis_name: Any
     spmd_axis_name: Any
@@ -27,25 +27,25 @@ class Vmap:
         return ", ".join(f"{what}={name!r}" for what, name in names.items() if name is not None)
 
 
-# A flag is a bool, the name of a vmap, or for the devices of a shard_map the names of the mesh axes over which the
+# A flag is a bool, the name of a vmap, or, for the devices of a shard_map, the names of the mesh axes over which the
 # array varies.
 Flag = bool | Vmap | tuple[str, ...]
 Flags = tuple[Flag, ...]
 
 
 def flag_of(axis_data: Any) -> bool | Vmap:
-    """The flag of what is mapped by this vmap."""
+    """The flag of arrays that this vmap maps over."""
     names = _compat.vmap_names(axis_data)
     return Vmap(*names) if any(name is not None for name in names) else True
 
 
 def unnamed(flags: Flags) -> Flags:
-    """Flags as logs have them: the structure of logs does not depend on names."""
+    """Flags without the names of vmaps, on which the structure of logs does not depend."""
     return tuple(True if isinstance(f, Vmap) else f for f in flags)
 
 
 def _joined(a: Flag, b: Flag) -> Flag | None:
-    """One flag for two axes of one size; None if they are known to be of different vmaps, or axes of a mesh."""
+    """One flag for two axes of the same size; None if they come from different vmaps or different mesh axes."""
     if isinstance(a, tuple) and isinstance(b, tuple) and not {*a} & {*b}:
         return None
     if not (isinstance(a, Vmap) and isinstance(b, Vmap)):
@@ -66,7 +66,7 @@ class Laned:
         self.tree, self.flags = tree, flags
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """As a pytree, flags are structure."""
+        """The arrays are children; flags are structure."""
         return (self.tree,), self.flags
 
     @classmethod
@@ -93,14 +93,14 @@ class Lanes(NamedTuple):
 
     flags: Flags
     sizes: tuple[int, ...]
-    shardings: tuple[Any, ...] = ()  # nothing if none is
+    shardings: tuple[Any, ...] = ()  # empty if no axis is sharded
 
     def present(self) -> tuple[int, ...]:
-        """The sizes of the axes that are there."""
+        """The sizes of the axes whose flag is on."""
         return tuple(size for flag, size in zip(self.flags, self.sizes, strict=True) if flag)
 
     def within(self, depth: int) -> "Lanes":
-        """With that many flags, if all that is known are devices."""
+        """The same lanes with `depth` flags, if the only ones so far are those of devices."""
         more = [None] * (depth - len(self.flags)) if _only_devices(self.flags) else []
         shardings = (*self.shardings, *more) if self.shardings else ()
         return Lanes(with_depth(self.flags, depth), (*self.sizes, *[0] * len(more)), shardings) if more else self
@@ -117,19 +117,19 @@ def _only_devices(flags: Flags) -> bool:
 
 
 def with_depth(flags: Flags, depth: int) -> Flags:
-    """That many flags: what knows of no vmap, or of devices only, is the same for all vmaps inside."""
+    """Extend to `depth` flags, if there are none or only those of devices: such arrays are the same in all lanes."""
     return (*flags, *[False] * (depth - len(flags))) if not flags or _only_devices(flags) else flags
 
 
 def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
-    """The lanes of an array, sizes read off its shape."""
+    """The lanes of an array, with sizes taken from its shape."""
     leaves = jax.tree.leaves(laned.tree)
     axes = iter(leaves[0].shape[lead:] if leaves else ())
     sizes = tuple(next(axes, 0) if f else 0 for f in laned.flags)
     shardings: list[Any] = [None] * laned.ndim
-    for leaf in leaves if any(sizes) else ():  # of the parts of a state, one may be sharded and another not yet
-        found = _compat.axis_shardings(leaf)[lead:]
-        shardings = [a or b for a, b in zip(shardings, found, strict=False)] if found else shardings
+    for leaf in leaves if any(sizes) else ():  # some leaves of a state may be sharded when others are not yet
+        of_leaf = _compat.axis_shardings(leaf)[lead:]
+        shardings = [a or b for a, b in zip(shardings, of_leaf, strict=False)] if of_leaf else shardings
     if not any(shardings):
         return Lanes(laned.flags, sizes)
     rest = iter(shardings)
@@ -137,12 +137,12 @@ def lanes_of(laned: Laned, lead: int = 0) -> Lanes:
 
 
 def union(*lanes: Lanes) -> Lanes | None:
-    """Lanes wide enough for all; None where sizes, names or nesting depths cannot be reconciled."""
+    """Lanes wide enough for all; None if sizes, names or nesting depths cannot be reconciled."""
     depth = max((len(x.flags) for x in lanes), default=0)
     lanes = tuple(x.within(depth) for x in lanes)
     present = [x for x in lanes if x.flags]
     if len({len(x.flags) for x in present}) > 1 and len({x.present() for x in present}) == 1:
-        # JAX sometimes batches twice or passes by an axis on which nothing depends: that changes nothing.
+        # JAX sometimes batches twice, or skips an axis on which nothing depends: the lanes are the same.
         bare = [Lanes(tuple(f for f in x.flags if f), x.present()) for x in present]
         return None if union(*bare) is None else next(x for x in present if len(x.flags) == depth)
     flags: list[Any] = [False] * depth
@@ -164,9 +164,9 @@ def union(*lanes: Lanes) -> Lanes | None:
 
 
 def widen(laned: Laned, lanes: Lanes, lead: int = 0) -> Laned:
-    """The same arrays repeated along the lanes they lack, and sharded along lanes that are."""
-    own = with_depth(laned.flags, len(lanes.flags)) if _only_devices(laned.flags) else laned.flags
-    have, wanted = [[*map(bool, flags)] for flags in (own, lanes.flags)]
+    """Repeat arrays along the lanes they lack, and shard them along sharded lanes."""
+    flags = with_depth(laned.flags, len(lanes.flags)) if _only_devices(laned.flags) else laned.flags
+    have, wanted = [*map(bool, flags)], [*map(bool, lanes.flags)]
     if have == wanted or (len(have) != len(wanted) and sum(have) == sum(wanted)):
         return _sharded(Laned(laned.tree, lanes.flags), lanes, lead)
     have = have or [False] * len(wanted)
@@ -196,7 +196,7 @@ def _sharded(laned: Laned, lanes: Lanes, lead: int) -> Laned:
 
 
 def expand_to(laned: Laned, flags: Flags, ndim: int, lead: int = 0) -> Any:
-    """A single array with axes of size one inserted, so that it broadcasts against lanes `flags` and `ndim` axes."""
+    """Insert axes of size one into a single array, so that it broadcasts against lanes `flags` and `ndim` axes."""
     have = laned.flags or (False,) * len(flags)
     index: list[Any] = [slice(None)] * lead
     for has, wanted in zip(have, flags, strict=True):
@@ -209,9 +209,9 @@ def expand_to(laned: Laned, flags: Flags, ndim: int, lead: int = 0) -> Any:
 
 
 def map_laned(fun: Callable[[Laned, int], Any], tree: Any, other: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Apply `fun(laned, lead)` to every `Laned` in a tree; those of a series come after its event axis.
+    """Apply `fun(laned, lead)` to every `Laned` in a tree; in a series, `lead` counts the event axis.
 
-    Arrays that are not laned are the same in all lanes: they stay, or become `other(array)`.
+    Other arrays are the same in all lanes: they stay, or become `other(array)`.
     """
 
     def visit(node: Any) -> Any:

@@ -1,6 +1,7 @@
-"""`logdict`: what users get logs as."""
+"""`logdict`: logs as users see them."""
 
 import contextlib
+import dataclasses
 import fnmatch
 import functools
 import inspect
@@ -20,8 +21,8 @@ from lox._data._series import Series, Site
 class Layout(NamedTuple):
     """Which axes the arrays of one key have.
 
-    `ndims` is what the arrays of each leaf had when they were logged, event axis and lanes included: whatever an
-    array has more came from transformations of the whole logdict, such as `vmap(spool(f))`, and stands in front.
+    `ndims` is the number of axes of each leaf when it was logged, event axis and lanes included. Any further axes come
+    from transformations of the whole logdict, such as `vmap(spool(f))`, and are in front.
     """
 
     events: bool
@@ -29,11 +30,11 @@ class Layout(NamedTuple):
     ndims: tuple[int, ...]
     step_flags: tuple[tuple[str, Flags], ...] = ()
     valid_flags: Flags = ()
-    one_event: bool = False  # or none, in some lanes: that is what `tap` delivers
+    one_event: bool = False  # one event, or none in some lanes: what `tap` delivers
 
 
 class _Keys(tuple[str, ...]):
-    """Keys in the order of logging. The order is for the eye: it does not make two structures differ."""
+    """Keys in the order of logging, which is for display only: it does not make two structures differ."""
 
     __slots__ = ()
 
@@ -66,16 +67,16 @@ class logdict(dict[str, Any]):
     {'carry': 1.3333334} {'carry': [1, 3]} {'carry': [0, 1, 3, 0, 1, 3]}
 
     Attributes:
-        steps: For each step name, the steps of each key; `logs.step` is short for `logs.steps["step"]`, which is the
-            only way to a step that is called like a method, such as `update` or `items`.
-        valid: For each key whose events did not all happen, a boolean for every slot. Empty if nothing is ragged; all
-            true for a key of which every event happened.
+        steps: For each step name, the steps of each key. `logs.step` is short for `logs.steps["step"]`; a step that has
+            the name of a method, such as `update` or `items`, needs the long form.
+        valid: For each ragged key, a boolean for every slot: whether its event happened. Empty if no key is ragged;
+            indexed with any other key, it gives all true.
         dropped: For each key with a capacity, how many events did not fit.
     """
 
     steps: dict[str, dict[str, Any]]
     dropped: dict[str, Any]
-    _padded: "logdict | None" = None  # what these logs are to be made of when they are looked at
+    _padded: "logdict | None" = None  # the logs to compact on first access
     _valid: dict[str, Any]
     _layouts: dict[str, Layout]
 
@@ -89,7 +90,7 @@ class logdict(dict[str, Any]):
         layouts: Mapping[str, Layout] | None = None,
     ):
         super().__init__(data)
-        self.steps = {name: dict(of) for name, of in (steps or {}).items()}
+        self.steps = {name: dict(by_key) for name, by_key in (steps or {}).items()}
         self._valid = dict(valid or {})
         self.dropped = dict(dropped or {})
         self._layouts = dict(layouts or {})
@@ -106,11 +107,11 @@ class logdict(dict[str, Any]):
             return _Steps(self.steps[name])
         known = f"The steps are {_errors.listing(self.steps)}." if self.steps else "Nothing was logged with a step."
         hint = _errors.nearest(name, [*self.steps, *(n for n in dir(logdict) if n[0] != "_" and n != "steps")])
-        # With a name, or Python would look for a suggestion of its own.
+        # With `name`, or Python would add its own suggestion.
         raise _errors.StepError(f"these logs have no step {name!r}. {known}{hint}", name=name)
 
     def __getitem__(self, key: str) -> Any:
-        # As those of `_settling`, but this one is called all the time.
+        # Like the methods of `_settling`, but faster, as it is called all the time.
         if self._padded is not None:
             self._settle()
         return super().__getitem__(key)
@@ -120,19 +121,19 @@ class logdict(dict[str, Any]):
 
     @property
     def valid(self) -> dict[str, Any]:
-        """Which slots of each key happened."""
+        """For each key whose events did not all happen, which slots did."""
         return _Valid(self)
 
     @valid.setter
     def valid(self, valid: Mapping[str, Any]) -> None:
         self._valid = dict(valid)
 
-    def _of_present(self, of: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: of[k] for k in self if k in of}
+    def _of_present(self, by_key: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: by_key[k] for k in self if k in by_key}
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Values, steps and validity are children; keys and axes are structure."""
-        steps = {name: of for name in sorted(self.steps) if (of := self._of_present(self.steps[name]))}
+        steps = {name: present for name in sorted(self.steps) if (present := self._of_present(self.steps[name]))}
         children = (
             (jax.tree_util.GetAttrKey("values"), {k: self[k] for k in sorted(self)}),
             (jax.tree_util.GetAttrKey("steps"), steps),
@@ -145,7 +146,7 @@ class logdict(dict[str, Any]):
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "logdict":
         """The inverse of `tree_flatten_with_keys`."""
-        # Without `__init__`, which would copy: every call of a spooled function comes through here.
+        # Not by `__init__`, which would copy: every call of a spooled function comes through here.
         keys, layouts = aux
         values, steps, valid, dropped = children
         logs = cls.__new__(cls)
@@ -157,19 +158,19 @@ class logdict(dict[str, Any]):
     def _layout(self, key: str) -> Layout:
         if key in self._layouts:
             return self._layouts[key]
-        # Made by hand: a value is one event, unless its steps say that it is several.
+        # A logdict made by the user: a value is one event, unless its steps or `valid` have an axis of events.
         leaves = jax.tree.leaves(self[key])
-        steps = tuple((name, ()) for name, of in sorted(self.steps.items()) if key in of)
+        steps = tuple((name, ()) for name, by_key in sorted(self.steps.items()) if key in by_key)
         events = any(np.ndim(self.steps[name][key]) for name, _ in steps) or np.ndim(self.valid.get(key, 0)) > 0
         return Layout(events, ((),) * len(leaves), tuple(np.ndim(x) for x in leaves), steps)
 
     def _outer(self, key: str) -> int:
-        """How many axes stand in front of those that were logged."""
+        """How many axes precede those that were logged."""
         layout = self._layout(key)
         outer = {np.ndim(x) - n for x, n in zip(jax.tree.leaves(self[key]), layout.ndims, strict=True)}
         if len(outer) != 1 or min(outer) < 0:
             raise _errors.LoxError(
-                f"the arrays of {key!r} have lost axes since they were logged: they cannot be taken for events."
+                f"the arrays of {key!r} have lost axes since they were logged, so they no longer hold its events."
             )
         return outer.pop()
 
@@ -180,8 +181,7 @@ class logdict(dict[str, Any]):
     def _replace(self, data: dict[str, Any], **changes: Any) -> "logdict":
         fields: dict[str, Any] = dict(steps=self.steps, valid=self.valid, dropped=self.dropped, layouts=self._layouts)
         new = logdict(data, **(fields | changes))
-        new.steps = {name: new._of_present(of) for name, of in new.steps.items()}
-        new.steps = {name: of for name, of in new.steps.items() if of}
+        new.steps = {n: present for n, by_key in new.steps.items() if (present := new._of_present(by_key))}
         new.valid, new.dropped = new._of_present(new.valid), new._of_present(new.dropped)
         new._layouts = new._of_present(new._layouts)
         return new
@@ -198,7 +198,7 @@ class logdict(dict[str, Any]):
         return _html.to_html(self)
 
     def to_dataframe(self, form: str = "long") -> Any:
-        """The logs as a pandas `DataFrame`. Only events that happened are in it.
+        """Convert to a pandas `DataFrame`. It has only events that happened.
 
         >>> import jax, jax.numpy as jnp, lox
         >>> def f(xs):
@@ -219,20 +219,20 @@ class logdict(dict[str, Any]):
         0     0  0       0
         1     1  1       2
 
-        Lanes of a `vmap` are told apart by a column `lane` (`lane_0`, `lane_1`, ... if there are several, outermost
-        first); what does not depend on the lane is repeated for each. A pytree has a key per leaf, such as
-        `stats['mean']`. Arrays are kept whole, as objects. A step that an event does not have is missing.
+        The lanes of a `vmap` have a column `lane` (`lane_0`, `lane_1`, ..., outermost first, for several vmaps); values
+        that do not depend on the lane are repeated for each. A pytree has a key per leaf, such as `stats['mean']`.
+        Arrays are kept whole, as objects. A step that an event does not have is missing.
 
         Args:
             form: `"long"`: a row per event and key. `"wide"`: a row per lane and steps, with a column for every key;
-                keys without steps go by the number of the event.
+                keys without steps are aligned by the number of the event.
         """
         return _frame.to_dataframe(self, form)
 
     # --- choosing and renaming ---
 
     def filter(self, which: str | Iterable[str] | Callable[..., Any]) -> "logdict":
-        """The keys that match: names, globs such as `"train/*"`, or a function of the key, or of key and value."""
+        """Select keys by names, by globs such as `"train/*"`, or by a function of the key, or of key and value."""
         if callable(which):
             with_value = _takes_two(which)
             return self._replace({k: v for k, v in self.items() if (which(k, v) if with_value else which(k))})
@@ -242,12 +242,12 @@ class logdict(dict[str, Any]):
     def prefix(self, prefix: str) -> "logdict":
         """The same logs with `prefix` in front of every key."""
 
-        def renamed(of: Mapping[str, Any]) -> dict[str, Any]:
-            return {prefix + k: v for k, v in of.items()}
+        def renamed(by_key: Mapping[str, Any]) -> dict[str, Any]:
+            return {prefix + k: v for k, v in by_key.items()}
 
         return logdict(
             renamed(self),
-            steps={name: renamed(of) for name, of in self.steps.items()},
+            steps={name: renamed(by_key) for name, by_key in self.steps.items()},
             valid=renamed(self.valid),
             dropped=renamed(self.dropped),
             layouts=renamed(self._layouts),
@@ -256,20 +256,19 @@ class logdict(dict[str, Any]):
     # --- combining ---
 
     def __or__(self, other: Mapping[str, Any]) -> "logdict":  # type: ignore[override]
-        """Merge: keys of both; where both have one, that of `other` with its steps."""
+        """Merge two logdicts; where both have a key, that of `other` with its steps wins."""
         if not isinstance(other, Mapping):
             return NotImplemented
         other = other if isinstance(other, logdict) else logdict(other)
-        mine = self._replace({k: v for k, v in self.items() if k not in other})
-        names = dict.fromkeys([*mine.steps, *other.steps])
-        merged = logdict(
+        rest = self._replace({k: v for k, v in self.items() if k not in other})
+        names = dict.fromkeys([*rest.steps, *other.steps])
+        return logdict(
             {**self, **other},
-            steps={name: {**mine.steps.get(name, {}), **other.steps.get(name, {})} for name in names},
-            valid={**mine.valid, **other.valid},
-            dropped={**mine.dropped, **other.dropped},
-            layouts={**mine._layouts, **other._layouts},
+            steps={name: {**rest.steps.get(name, {}), **other.steps.get(name, {})} for name in names},
+            valid={**rest.valid, **other.valid},
+            dropped={**rest.dropped, **other.dropped},
+            layouts={**rest._layouts, **other._layouts},
         )
-        return merged
 
     def __ror__(self, other: Mapping[str, Any]) -> "logdict":  # type: ignore[override]
         return logdict(other) | self
@@ -278,7 +277,7 @@ class logdict(dict[str, Any]):
         return self | other
 
     def __add__(self, other: "logdict") -> "logdict":
-        """Events of `other` after those of `self`, key by key."""
+        """Append the events of `other` to those of `self`, key by key."""
         if not isinstance(other, Mapping):
             return NotImplemented
         other = other if isinstance(other, logdict) else logdict(other)
@@ -300,14 +299,13 @@ class logdict(dict[str, Any]):
         layout = self._layout(key)
         flags = dict(layout.step_flags)
         valid = self.valid.get(key)
+        array = lambda x: np.asarray(x) if np.isscalar(x) else x  # noqa: E731
         return Series(
-            values=[
-                Laned(np.asarray(x) if np.isscalar(x) else x, f) for x, f in zip(leaves, layout.flags, strict=True)
-            ],
+            values=[Laned(array(x), f) for x, f in zip(leaves, layout.flags, strict=True)],
             steps={
-                name: Laned(np.asarray(of[key]) if np.isscalar(of[key]) else of[key], flags.get(name, ()))
-                for name, of in self.steps.items()
-                if key in of
+                name: Laned(array(by_key[key]), flags.get(name, ()))
+                for name, by_key in self.steps.items()
+                if key in by_key
             },
             valid=None if valid is None else Laned(valid, layout.valid_flags),
             treedef=treedef,
@@ -391,9 +389,9 @@ class logdict(dict[str, Any]):
 
     @classmethod
     def from_series(cls, all_series: Iterable[Series], reduced: Iterable[str] = ()) -> "logdict":
-        """Collected events as logs: slots in which nothing happened are filled with NaN, 0 or -1.
+        """Make logs of collected events; empty slots are filled with NaN, 0 or -1.
 
-        A key that may not have happened always has an event axis, unless it was reduced.
+        A key with events that may not have happened always has an event axis, unless it was reduced.
         """
         logs = cls()
         for series in all_series:
@@ -406,23 +404,23 @@ class logdict(dict[str, Any]):
 
     @property
     def slice(self) -> "_Slicer":
-        """`logs.slice[a:b:c]`: some of the events of each key. Keys of a single event stay as they are."""
+        """Slice the events of each key: `logs.slice[a:b:c]`. Keys with a single event stay as they are."""
         return _Slicer(self)
 
     def _map_events(self, key: str, fun: Callable[[Any, int], Any], into: "logdict") -> None:
         """Apply `fun(array, axis)` to all arrays of a key that have the event axis."""
         axis = self._outer(key)
         into[key] = jax.tree.map(lambda x: fun(x, axis), self[key])
-        for name, of in self.steps.items():
-            if key in of:
-                into.steps[name][key] = fun(of[key], axis)
+        for name, by_key in self.steps.items():
+            if key in by_key:
+                into.steps[name][key] = fun(by_key[key], axis)
         if key in self.valid:
             into.valid[key] = fun(self.valid[key], axis)
 
     def reduce(self, how: Any) -> "logdict":
         """Combine the events of each key into one: `"mean"`, `"last"`, ..., or a mapping from key to reduction.
 
-        Slots in which nothing happened do not count. Keys of a single event stay as they are.
+        Empty slots do not count. Keys with a single event stay as they are.
         """
         if isinstance(how, Mapping) and set(how) - set(self):
             raise _errors.OptionError(
@@ -435,16 +433,14 @@ class logdict(dict[str, Any]):
             if reduction is None or reduction.name == "append" or not layout.events:
                 continue
             axis, series = self._outer(key), self._to_series(key)
-            happened = None
-            if series.valid is not None:
-                happened = series.valid.tree.any(axis)
+            valid = None if series.valid is None else series.valid.tree.any(axis)
             reduced = [_reduce.over_events(reduction, x, series.valid, axis) for x in series.values]
             new[key] = reduced[0] if reduction.name == "count" else jax.tree.unflatten(series.treedef, reduced)
             for name, x in series.steps.items():
                 new.steps[name][key] = _reduce.last_event(x, series.valid, axis)
             new.valid.pop(key, None)
-            if happened is not None and not _all_true(happened):
-                new.valid[key] = happened
+            if valid is not None and not _all_true(valid):
+                new.valid[key] = valid
             elif not series.count(axis):
                 xp = _arrays.numpy_for(series.values)
                 new.valid[key] = xp.zeros(series.values[0].tree.shape[:axis], bool)
@@ -456,7 +452,7 @@ class logdict(dict[str, Any]):
         return new
 
     def event_counts(self) -> dict[str, int]:
-        """How many slots for events each key has; a key without an event axis has one."""
+        """The number of slots of each key; a key without an event axis has one."""
         counts = {}
         for key in self:
             axis = self._outer(key)
@@ -464,15 +460,15 @@ class logdict(dict[str, Any]):
         return counts
 
     def compact(self) -> "logdict":
-        """Without the slots in which nothing happened. Needs concrete arrays; does nothing if nothing is ragged.
+        """Remove slots in which no event happened. Needs concrete arrays, unless no key is ragged.
 
-        With lanes, a slot stays if it happened in any lane, and `valid` says in which.
+        With lanes, a slot stays if its event happened in any lane, and `valid` says in which.
         """
         warn_of_dropped(self)
         return self.without_empty_slots()
 
     def without_empty_slots(self) -> "logdict":
-        """`compact`, but for its warning."""
+        """`compact` without its warning."""
         new = self.copy()
         with _compat.own_transfers():
             for key in list(self.valid):
@@ -489,10 +485,10 @@ class logdict(dict[str, Any]):
         return new
 
     def compacted_when_looked_at(self) -> "logdict":
-        """`compact`, which has to wait for the values, put off until somebody wants to know them.
+        """Compact on first access, as it has to wait for the values.
 
-        The keys are there at once. All else begins with `_settle`: methods of dict by `_settling` below, attributes
-        because they are missing until then.
+        The keys are there at once. Everything else begins with `_settle`: methods of dict by `_settling` below,
+        attributes by `__getattr__`, because they are missing until then.
         """
         logs = logdict.__new__(logdict)
         dict.update(logs, self)
@@ -500,10 +496,10 @@ class logdict(dict[str, Any]):
         return logs
 
     def _settle(self) -> None:
-        """Become what was put off."""
+        """Compact now."""
         with self.__dict__.get("_settling", _settled):
             if self._padded is not None:
-                # Whoever looks first may be under jit or vmap, which have no part in these values.
+                # The first access may be under jit or vmap, which have no part in these values.
                 with _compat.set_current_trace(_compat.eval_trace):
                     compacted = self._padded.without_empty_slots()
                 dict.update(self, compacted)
@@ -512,11 +508,11 @@ class logdict(dict[str, Any]):
     def lane(self, index: int) -> "logdict":
         """The logs of one lane, compacted, whether the `vmap` was inside `spool` or outside."""
         new = self.copy()
-        found = False
+        has_lanes = False
         for key in self:
             outer, layout = self._outer(key), self._layout(key)
-            # A key has been under a vmap even if nothing of it depends on the lane.
-            found = found or outer > 0 or any(layout.flags) or any(layout.valid_flags)
+            # Flags count even if all are off: the key was under a vmap, though nothing of it depends on the lane.
+            has_lanes = has_lanes or outer > 0 or any(layout.flags) or any(layout.valid_flags)
 
             def pick(x: Any, flags: Flags, outer: int = outer, events: bool = layout.events) -> Any:
                 if outer:
@@ -545,12 +541,12 @@ class logdict(dict[str, Any]):
                 )
             if layout.one_event and key in new.valid and not np.any(np.asarray(new.valid[key])):
                 del new[key]
-        if not found:
+        if not has_lanes:
             raise _errors.LoxError("these logs have no lanes: nothing was logged under `vmap`.")
         return new.compact()
 
 
-_settled = contextlib.nullcontext()  # another thread was faster
+_settled = contextlib.nullcontext()  # if another thread was faster
 
 
 def _settling(name: str) -> Any:
@@ -562,11 +558,11 @@ def _settling(name: str) -> Any:
             self._settle()
         return method(self, *args, **kwargs)
 
-    del settling.__wrapped__  # the doctests of Python 3.12 look for its source
+    del settling.__wrapped__  # doctest in Python 3.12 would look for its source
     return settling
 
 
-# `__iter__` has keys only, but with one that is not dict's own, `dict(logs)` and `{**logs}` use these methods too.
+# `__iter__` needs no values, but overriding it makes `dict(logs)` and `{**logs}` use these methods too.
 for _name in (
     *("__setitem__", "__delitem__", "__iter__", "__eq__", "__ne__", "__repr__", "__reduce_ex__"),
     *("clear", "get", "items", "pop", "popitem", "setdefault", "update", "values"),
@@ -575,16 +571,16 @@ for _name in (
 
 
 def joined(parts: Iterable[logdict]) -> logdict:
-    """The events of all parts, one after the other; every key has an event axis."""
-    series: dict[str, list[Series]] = {}
+    """Join the events of all parts, in order; every key has an event axis."""
+    by_key: dict[str, list[Series]] = {}
     for part in parts:
         for key in part:
-            series.setdefault(key, []).append(part._to_series(key).expanded())
-    return logdict.from_series(_series.concatenate(found) for found in series.values())
+            by_key.setdefault(key, []).append(part._to_series(key).expanded())
+    return logdict.from_series(map(_series.concatenate, by_key.values()))
 
 
 def warn_of_dropped(logs: logdict, warn: Callable[[str], None] = _sites.warn) -> None:
-    """Tell of events that did not fit."""
+    """Warn about events that did not fit."""
     for key, dropped in logs.dropped.items():
         with _compat.own_transfers():
             most = int(np.max(np.asarray(dropped)))
@@ -605,7 +601,7 @@ def _takes_two(fun: Callable[..., Any]) -> bool:
     """Whether a function needs two arguments."""
     try:
         parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):  # some builtins do not tell
+    except (TypeError, ValueError):  # some builtins have no signature
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return sum(p.default is p.empty for p in positional) == 2
@@ -613,10 +609,10 @@ def _takes_two(fun: Callable[..., Any]) -> bool:
 
 @jax.tree_util.register_pytree_node_class
 class _Valid(dict[str, Any]):
-    """The masks of ragged keys. Asked for another key, it knows that all of its events happened.
+    """`valid` of ragged keys; for any other key, all true.
 
-    Made whenever it is asked for, and what changes it changes the logs: kept, it and the logs would refer to each other
-    and live until Python looks for cycles, and with them arrays on devices.
+    A new one is made on every access and writes its changes to the logs. Kept, it would form a cycle with the logs,
+    which would keep arrays on devices until Python collects garbage.
     """
 
     def __init__(self, logs: logdict):
@@ -633,12 +629,12 @@ class _Valid(dict[str, Any]):
         return dict, (dict(self),)
 
     def tree_flatten(self) -> tuple[Any, None]:
-        """As a dict."""
+        """A plain dict is the only child."""
         return (dict(self),), None
 
     @classmethod
     def tree_unflatten(cls, aux: None, children: Any) -> dict[str, Any]:
-        """As a dict."""
+        """A plain dict: it no longer belongs to logs."""
         del aux
         return children[0]
 
@@ -656,7 +652,7 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
 
 
 class _Steps(dict[str, Any]):
-    """The steps of each key, which print as compactly as the logs."""
+    """The steps of each key, printed as compactly as logs."""
 
     def __str__(self) -> str:
         return _format.compact(logdict(self))
@@ -681,7 +677,7 @@ def _all_true(x: Any) -> bool:
 
 
 def _blank(series: Series) -> Series:
-    """Slots in which nothing happened get the missing value: what stands there was computed for another lane."""
+    """Put the missing value into empty slots, whose values were computed for another lane."""
     assert series.valid is not None
     valid, flags, lead = series.valid, series.valid.flags, series.lead
 
@@ -691,16 +687,10 @@ def _blank(series: Series) -> Series:
         have = x.flags or (False,) * len(flags)
         # A value that is the same in all lanes is missing only where no lane has it.
         same = tuple(lead + sum(map(bool, flags[:i])) for i, f in enumerate(flags) if f and not have[i])
-        mask = Laned(valid.tree.any(same), tuple(f and g for f, g in zip(flags, have, strict=True))) if same else valid
-        mask = _lanes.expand_to(mask, have, x.tree.ndim, lead)
-        return Laned(_arrays.numpy_for(x.tree).where(mask, x.tree, missing(x.tree.dtype)), x.flags)
+        kept = Laned(valid.tree.any(same), tuple(f and g for f, g in zip(flags, have, strict=True))) if same else valid
+        kept = _lanes.expand_to(kept, have, x.tree.ndim, lead)
+        return Laned(_arrays.numpy_for(x.tree).where(kept, x.tree, missing(x.tree.dtype)), x.flags)
 
-    return Series(
-        [blanked(x, _arrays.missing_value) for x in series.values],
-        {name: blanked(x, _arrays.missing_step) for name, x in series.steps.items()},
-        valid,
-        series.treedef,
-        series.single,
-        series.key,
-        series.site,
-    )
+    values = [blanked(x, _arrays.missing_value) for x in series.values]
+    steps = {name: blanked(x, _arrays.missing_step) for name, x in series.steps.items()}
+    return dataclasses.replace(series, values=values, steps=steps)

@@ -11,8 +11,8 @@ _COLOUR_TYPES = {1: 0, 3: 2, 4: 6}  # by the number of channels
 def png(pixels: np.ndarray) -> bytes:
     """Encode bytes `(height, width, channels)`."""
     height, width, channels = pixels.shape
-    rows = np.ascontiguousarray(pixels, np.uint8).reshape(height, width * channels)
-    unfiltered = np.concatenate([np.zeros((height, 1), np.uint8), rows], axis=1)  # a row begins with its filter
+    lines = np.ascontiguousarray(pixels, np.uint8).reshape(height, width * channels)
+    unfiltered = np.concatenate([np.zeros((height, 1), np.uint8), lines], axis=1)  # a line begins with its filter
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPES[channels], 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(unfiltered.tobytes())), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks)

@@ -1,8 +1,8 @@
 """Reductions: how the events of one key become one value.
 
-A reduction is three functions. `init` makes the state from a value of zeros, `update` takes one event in, `finish`
-makes the result. They see one leaf of one lane, so users' own need not know about vmap. The state stays in the carry
-of whatever loop the events come from: memory does not grow with the number of events.
+A reduction is three functions. `init` makes the state from a value of zeros, `update` adds an event, `finish` makes the
+result. They see one leaf of one lane, so a custom reduction need not know about vmap. The state is in the carry of the
+loop that the events come from: memory does not grow with the number of events.
 """
 
 import dataclasses
@@ -52,23 +52,23 @@ class Reduction:
 
 
 def _wide(x: Any) -> Any:
-    """At least float32, so that sums of small floats do not lose bits; integers become floats as in `jnp.mean`."""
+    """Cast to at least float32, so that sums of small floats lose no bits; integers become floats as in `jnp.mean`."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x.astype(jnp.mean(jnp.zeros(1, x.dtype)).dtype)
     return x.astype(_arrays.wide_float(x.dtype))
 
 
-# Sums are compensated: the low-order bits that an addition loses are kept apart and added at the end. A plain running
-# mean of 100,000 float32 values is off by 1e-5; this one is exact to the last bit or two. Every operation here is
-# compiled once for every key, so there are as few as possible.
+# Sums are compensated: the low-order bits that an addition loses are kept separately and added at the end. A plain
+# running mean of 100,000 float32 values is off by 1e-5; this one is exact to the last bit or two. Every operation here
+# is compiled for every key, so there are as few as possible.
 def _add(total: tuple[Any, Any], x: Any) -> tuple[Any, Any]:
     high, low = total
     new = high + x
     part = new - high
     lost = low + ((high - (new - part)) + (x - part))
     # Infinity minus itself is NaN: then there is nothing to compensate.
-    lost = jnp.where(_finite(new), lost, jnp.zeros((), lost.dtype))  # not `full_like`: it wants to know the mesh
-    # What was lost flows back as soon as it is large enough to count: left alone it would lose bits itself.
+    lost = jnp.where(_finite(new), lost, jnp.zeros((), lost.dtype))  # not `full_like`, which needs a mesh
+    # The lost bits return to the sum as soon as they are large enough, or their own sum would lose bits.
     high = new + lost
     return high, lost - (high - new)
 
@@ -89,7 +89,7 @@ def _sum_init(x: Any) -> Any:
 
 
 def _sum_dtype(dtype: Any) -> Any:
-    """As jnp.sum: integers are summed in 32 bits at least, and in x64 mode in 64."""
+    """The dtype of `jnp.sum`: integers are summed in at least 32 bits, in x64 mode in at least 64."""
     bits = 64 if jax.config.jax_enable_x64 else 32  # type: ignore[attr-defined]
     if dtype.kind != "b" and jnp.iinfo(dtype).bits >= bits:
         return dtype
@@ -107,8 +107,8 @@ def _sum_finish(state: Any) -> Any:
 
 
 def promoted(reduction: Reduction, state: Any, fresh: Any) -> Any:
-    """The same state for values of another dtype, for which a state without events is `fresh`; None if it cannot be."""
-    if reduction is _REDUCTIONS["sum"] and len(state) < len(fresh):  # of integers, from now on of floats
+    """Cast a state to the dtypes of `fresh`, the state without events of another dtype; None if they do not match."""
+    if reduction is _REDUCTIONS["sum"] and len(state) < len(fresh):  # from integers to floats
         (total,), (zero, _, model) = state, fresh
         high = total.astype(jnp.real(zero).dtype)
         low = (total - high.astype(total.dtype)).astype(high.dtype)
@@ -149,7 +149,7 @@ def _weighted_update(state: Any, x: Any, weight: Any) -> Any:
 
 
 def _over(total: Any, count: Any) -> Any:
-    """The quotient: NaN over no events, unless NaNs are being debugged, which are not ours."""
+    """Divide; no events give NaN, unless NaNs are being debugged."""
     if _compat.debugged()[0]:
         count = jnp.where(count == 0, jnp.ones_like(count), count)
     return total / count.astype(total.dtype)
@@ -162,14 +162,14 @@ def _weighted_finish(state: Any) -> Any:
 
 
 def with_weights(state: Any, count: Any) -> Any:
-    """The state of a weighted mean, from that of a plain one of so many events."""
+    """Make the state of a weighted mean from that of a plain mean of `count` events."""
     high, low, model = state
     weight = jnp.asarray(count, jnp.real(high).dtype)
     return (high, low), (weight, jnp.zeros_like(weight)), model
 
 
-# Welford's recurrence. The mean has its low-order bits apart, so that deviations are as exact where it is large against
-# the spread as where it is not; a mean rounded to float32 would cost half of the digits.
+# Welford's recurrence. The low-order bits of the mean are kept separately, so that deviations are exact even where the
+# mean is much larger than the spread; a mean rounded to float32 would cost half of the digits.
 def _var_init(x: Any) -> Any:
     zero = _wide(x.astype(_mean_dtype(x)))
     square = jnp.real(zero)
@@ -201,13 +201,13 @@ def _lowest(dtype: Any) -> Any:
 
 
 def _highest(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.complexfloating):  # ordered by the real part, then by the imaginary
+    if jnp.issubdtype(dtype, jnp.complexfloating):  # ordered by the real part, then by the imaginary part
         largest = jnp.finfo(dtype).max if _compat.debugged()[1] else np.inf
         return complex(largest, largest)
     if jnp.issubdtype(dtype, jnp.inexact):
         if _compat.debugged()[1]:
             return jnp.finfo(dtype).max
-        infinity = np.asarray(np.inf).astype(dtype)  # which small floats may lack: then it is NaN, or the largest
+        infinity = np.asarray(np.inf).astype(dtype)  # NaN or the largest number if the dtype has no infinity
         return np.inf if infinity.astype(np.float32) == np.inf else jnp.finfo(dtype).max
     return True if dtype.kind == "b" else jnp.iinfo(dtype).max
 
@@ -240,7 +240,7 @@ WEIGHTED_MEAN = Reduction(_weighted_init, _weighted_update, _weighted_finish, "m
 
 
 def resolve(how: Any, key: str) -> Reduction | None:
-    """The reduction that an option gives for a key: a name, a `Reduction`, a mapping to either, or None."""
+    """The reduction for a key, from an option that is a name, a `Reduction`, a mapping to either, or None."""
     if isinstance(how, Mapping):
         how = how.get(key)
     if how is None or isinstance(how, Reduction):
@@ -254,9 +254,9 @@ def resolve(how: Any, key: str) -> Reduction | None:
 
 
 def over_events(reduction: Reduction, x: Laned, valid: Laned | None, axis: int) -> Any:
-    """Reduce events that are already there along `axis`, leaving out those that did not happen.
+    """Reduce the events along `axis`, without those that did not happen.
 
-    What is all in memory needs no loop; the results are those of the streaming reductions but for rounding.
+    They are all in memory, so no loop is needed; the results are those of the streaming reductions up to rounding.
     """
     with jax.numpy_dtype_promotion("standard"):
         if reduction.name in ("first", "last") and _arrays.is_prng_key(x.tree.dtype):
@@ -280,24 +280,24 @@ def _over_events(reduction: Reduction, x: Laned, valid: Laned | None, axis: int,
         lanes = _lanes.union(_lanes.lanes_of(x, axis + 1), _lanes.lanes_of(valid, axis + 1))
         assert lanes is not None  # both come from one series
         x, valid = _lanes.widen(x, lanes, axis + 1), _lanes.widen(valid, lanes, axis + 1)
-        happened = xp.broadcast_to(_lanes.expand_to(valid, lanes.flags, x.tree.ndim, axis + 1), x.tree.shape)
+        counted = xp.broadcast_to(_lanes.expand_to(valid, lanes.flags, x.tree.ndim, axis + 1), x.tree.shape)
     else:
-        happened = _compat.sharded_like(xp.ones(x.tree.shape, bool), x.tree)
+        counted = _compat.sharded_like(xp.ones(x.tree.shape, bool), x.tree)
     over = _OVER.get(reduction.name) if reduction is _REDUCTIONS.get(reduction.name) else None
     empty = not x.tree.shape[axis]
-    if over and empty:  # NumPy has no minimum of nothing: one slot in which nothing happened is the same
+    if over and empty:  # NumPy has no minimum of an empty array, but one empty slot gives the same result
         x = x.map(lambda x: xp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype))
-        happened = xp.zeros(x.tree.shape, bool)
-    result = over(xp, x.tree, happened, happened.sum(axis), axis) if over else _by_loop(reduction, x, valid, axis)
+        counted = xp.zeros(x.tree.shape, bool)
+    result = over(xp, x.tree, counted, counted.sum(axis), axis) if over else _by_loop(reduction, x, valid, axis)
     if valid is None and not empty:
         return result
-    some = valid.tree.any(axis) if valid is not None else xp.zeros((), bool)
-    some = some.reshape(some.shape + (1,) * (result.ndim - some.ndim))
-    return xp.where(some, result, missing(result.dtype)).astype(result.dtype)
+    any_valid = valid.tree.any(axis) if valid is not None else xp.zeros((), bool)
+    any_valid = any_valid.reshape(any_valid.shape + (1,) * (result.ndim - any_valid.ndim))
+    return xp.where(any_valid, result, missing(result.dtype)).astype(result.dtype)
 
 
-def _only(xp: Any, x: Any, happened: Any, otherwise: Any) -> Any:
-    return xp.where(happened, x, xp.asarray(otherwise, x.dtype))
+def _only(xp: Any, x: Any, valid: Any, otherwise: Any) -> Any:
+    return xp.where(valid, x, xp.asarray(otherwise, x.dtype))
 
 
 def _floating(x: Any) -> Any:
@@ -306,28 +306,28 @@ def _floating(x: Any) -> Any:
     return np.dtype(np.float64 if x.dtype.itemsize == 8 else np.float32)
 
 
-def _over_sum(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
+def _over_sum(xp: Any, x: Any, valid: Any, count: Any, axis: int) -> Any:
     if jnp.issubdtype(x.dtype, jnp.inexact):
         dtype, wide = x.dtype, _arrays.wide_float(x.dtype)
     else:
         dtype = wide = np.dtype(_sum_dtype(x.dtype))
-    return _only(xp, x, happened, 0).astype(wide).sum(axis, dtype=wide).astype(dtype)
+    return _only(xp, x, valid, 0).astype(wide).sum(axis, dtype=wide).astype(dtype)
 
 
-def _over_mean(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
+def _over_mean(xp: Any, x: Any, valid: Any, count: Any, axis: int) -> Any:
     dtype = _floating(x)
     wide = _arrays.wide_float(dtype)
-    total = _only(xp, x, happened, 0).astype(wide).sum(axis, dtype=wide)
+    total = _only(xp, x, valid, 0).astype(wide).sum(axis, dtype=wide)
     return (total / xp.maximum(count, 1)).astype(dtype)
 
 
-def _over_var(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
+def _over_var(xp: Any, x: Any, valid: Any, count: Any, axis: int) -> Any:
     dtype = _floating(x)
     x = x.astype(_arrays.wide_float(dtype))
-    center = xp.expand_dims(_over_mean(xp, x, happened, count, axis), axis)
-    deviations, count = _only(xp, x - center, happened, 0), xp.maximum(count, 1)
+    center = xp.expand_dims(_over_mean(xp, x, valid, count, axis), axis)
+    deviations, count = _only(xp, x - center, valid, 0), xp.maximum(count, 1)
     squares = (xp.abs(deviations) ** 2).sum(axis) / count
-    # The mean has been rounded, which shows where it is large against the spread: so does the mean of the deviations.
+    # The mean has been rounded, which matters if it is much larger than the spread: subtract the mean deviation too.
     off = deviations.sum(axis) / count
     return (squares - xp.abs(off) ** 2).astype(np.zeros(0, dtype).real.dtype)
 
@@ -336,47 +336,47 @@ def _over_std(xp: Any, *args: Any) -> Any:
     return xp.sqrt(_over_var(xp, *args))
 
 
-def _over_min(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
-    return _comparable(_only(xp, x, happened, _highest(x.dtype))).min(axis).astype(x.dtype)
+def _over_min(xp: Any, x: Any, valid: Any, count: Any, axis: int) -> Any:
+    return _comparable(_only(xp, x, valid, _highest(x.dtype))).min(axis).astype(x.dtype)
 
 
-def _over_max(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
-    return _comparable(_only(xp, x, happened, _lowest(x.dtype))).max(axis).astype(x.dtype)
+def _over_max(xp: Any, x: Any, valid: Any, count: Any, axis: int) -> Any:
+    return _comparable(_only(xp, x, valid, _lowest(x.dtype))).max(axis).astype(x.dtype)
 
 
 def _comparable(x: Any) -> Any:
-    """Small floats in 32 bits: jnp begins with an infinity, which is NaN for those that have none."""
+    """Cast small floats to 32 bits: jnp starts from infinity, which becomes NaN in dtypes that have none."""
     return x.astype(_arrays.wide_float(x.dtype)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
-def _over_first(xp: Any, x: Any, happened: Any, count: Any, axis: int) -> Any:
-    index = xp.expand_dims(happened.argmax(axis), axis)
+def _over_first(xp: Any, x: Any, valid: Any, count: Any, axis: int) -> Any:
+    index = xp.expand_dims(valid.argmax(axis), axis)
     return xp.take_along_axis(x, index, axis).squeeze(axis)
 
 
-def _over_last(xp: Any, x: Any, happened: Any, *args: Any) -> Any:
+def _over_last(xp: Any, x: Any, valid: Any, *args: Any) -> Any:
     axis = args[1]
-    return _over_first(xp, xp.flip(x, axis), xp.flip(happened, axis), *args)
+    return _over_first(xp, xp.flip(x, axis), xp.flip(valid, axis), *args)
 
 
 def _by_loop(reduction: Reduction, x: Laned, valid: Laned | None, axis: int) -> Any:
-    """A user's own reduction, which sees whole items: lanes and outer axes are mapped over."""
+    """Apply a custom reduction, which sees single items: lanes and outer axes are mapped over."""
     lead = axis + x.ndim
     values = jnp.moveaxis(x.tree, axis, 0)
     events, outer, item = values.shape[0], values.shape[1 : 1 + lead], values.shape[1 + lead :]
-    happened = jnp.ones((events, *outer), bool) if valid is None else jnp.moveaxis(valid.tree, axis, 0)
+    flags = jnp.ones((events, *outer), bool) if valid is None else jnp.moveaxis(valid.tree, axis, 0)
 
     def step(state: Any, event: Any) -> Any:
         value, keep = event
         new = reduction.update(state, value, *[jnp.ones((), jnp.float32)] * reduction.weighted)
         return jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, state), None
 
-    def one_lane(values: Any, happened: Any) -> Any:
-        state, _ = jax.lax.scan(step, initial(reduction, item, values.dtype), (values, happened))
-        return reduction.finish(state, *[happened.sum()] * reduction.counted)
+    def one_lane(values: Any, valid: Any) -> Any:
+        state, _ = jax.lax.scan(step, initial(reduction, item, values.dtype), (values, valid))
+        return reduction.finish(state, *[valid.sum()] * reduction.counted)
 
     mapped = jax.vmap(one_lane, in_axes=1)
-    result = mapped(values.reshape(events, -1, *item), happened.reshape(events, -1))
+    result = mapped(values.reshape(events, -1, *item), flags.reshape(events, -1))
     return result.reshape(*outer, *result.shape[1:])
 
 

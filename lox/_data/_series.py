@@ -1,10 +1,10 @@
-"""The events of one key, collected.
+"""The events of one key.
 
-A `Series` is what a block of a program (a function body, a loop, a branch) contributes to one key. Blocks compose: one
+A `Series` is what a part of a program (a function body, a loop, a branch) contributes to one key. Parts compose: one
 after another (`concatenate`), repeated by a loop (`unroll`), or as alternatives (`common_shape` and `conform`).
 
-A single event has no event axis until something makes it one of several: the ordinary `log` outside loops then costs
-neither an axis nor a copy. All functions take NumPy arrays too, and then never touch JAX: callbacks need that.
+A single event has no event axis until it becomes one of several, so an ordinary `log` outside loops costs neither an
+axis nor a copy. All functions take NumPy arrays too, and then never touch JAX, as callbacks require.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from lox._data._lanes import Laned, Lanes
 
 
 class Site(str):
-    """A source line, for messages: never a reason for two structures to differ."""
+    """A source line for messages; all are equal, so that it never makes two structures differ."""
 
     __slots__ = ()
     __eq__ = lambda self, other: isinstance(other, Site)  # noqa: E731
@@ -33,7 +33,7 @@ class Site(str):
 class Series:
     """Events of one key: arrays `(event, *lanes, *item)`, or `(*lanes, *item)` if `single`.
 
-    `valid`, `(event, *lanes)`, says which events really happened; None means all.
+    `valid`, `(event, *lanes)`, says which events happened; None means all.
     """
 
     values: list[Laned]
@@ -55,7 +55,7 @@ class Series:
 
     @property
     def lead(self) -> int:
-        """How many axes there are before the lanes."""
+        """How many axes precede the lanes."""
         return 0 if self.single else 1
 
     def count(self, axis: int = 0) -> int:
@@ -65,20 +65,20 @@ class Series:
         return (self.valid.tree if self.valid is not None else self.values[0].tree).shape[axis]
 
     def even(self) -> "Series":
-        """With flags for the same vmaps and devices in all arrays."""
+        """The same series with flags for the same vmaps and devices in all arrays."""
         is_laned = lambda x: isinstance(x, Laned)  # noqa: E731
         depth = max(len(x.flags) for x in jax.tree.leaves(self, is_leaf=is_laned))
         return jax.tree.map(lambda x: Laned(x.tree, _lanes.with_depth(x.flags, depth)), self, is_leaf=is_laned)
 
     def expanded(self, axis: int = 0) -> "Series":
-        """With an event axis."""
+        """The same series with an event axis."""
         if not self.single:
             return self
         return dataclasses.replace(jax.tree.map(lambda x: numpy_for(x).expand_dims(x, axis), self), single=False)
 
 
 def check_fit(first: Series, other: Series, lead: int | None = None) -> None:
-    """Error if the events of one key do not fit together; before the lanes are `lead` axes, if that is given."""
+    """Raise if the events of one key do not fit together; `lead` is the number of axes before the lanes, if given."""
     leads = (first.lead, other.lead) if lead is None else (lead, lead)
     sites = str(first.site), str(other.site)
     if first.treedef != other.treedef:
@@ -98,10 +98,10 @@ def check_fit(first: Series, other: Series, lead: int | None = None) -> None:
 
 
 def check_fit_all(models: dict[Any, Series], series: Series, lead: int | None = None) -> None:
-    """Error if events do not fit those before, of which `models` has one for every kind of lanes."""
+    """Raise if events do not fit earlier ones; `models` has one of these for every kind of lanes."""
     for model in models.values():
         check_fit(model, series, lead)
-    # One that has no lanes, or of which nobody knows the name, fits others that do not fit each other.
+    # All kinds are kept: a series without lanes or names fits others that do not fit each other.
     models.setdefault(tuple(_flags(series)), series)
 
 
@@ -118,7 +118,7 @@ def _tree(series: Series) -> str:
 
 
 def _wide(parts: list[Laned], lead: int, key: str) -> tuple[list[Laned], Any]:
-    """All parts with the same lanes and dtype; arrays may be of type ShapeDtypeStruct only if they already agree."""
+    """Give all parts the same lanes and dtype."""
     lanes = _lanes.union(*[_lanes.lanes_of(p, lead) for p in parts])
     if lanes is None:
         raise _errors.MismatchError(f"the steps of {key!r} were logged under different vmaps.")
@@ -131,7 +131,7 @@ def _cast(x: Laned, dtype: Any) -> Laned:
 
 
 def concatenate(parts: list[Series], axis: int = 0) -> Series:
-    """Events of one block after those of another. `axis` is where the event axis is."""
+    """Join series of one key, in order. `axis` is the event axis."""
     if len(parts) == 1:
         return parts[0]
     lead = axis + 1
@@ -143,9 +143,9 @@ def concatenate(parts: list[Series], axis: int = 0) -> Series:
     if xp is jnp:
         parts = [parts[0], *[_compat.beside(jax.tree.leaves(parts[0]), p) for p in parts[1:]]]
 
-    def join(pieces: list[Laned]) -> Laned:
-        pieces, lanes = _wide(pieces, lead, parts[0].key)
-        arrays = [p.tree for p in pieces]
+    def join(laned: list[Laned]) -> Laned:
+        laned, lanes = _wide(laned, lead, parts[0].key)
+        arrays = [x.tree for x in laned]
         return Laned(_arrays.concatenate(arrays, axis) if xp is jnp else np.concatenate(arrays, axis), lanes.flags)
 
     steps: dict[str, Laned] = {}
@@ -160,8 +160,8 @@ def concatenate(parts: list[Series], axis: int = 0) -> Series:
     if any(p.valid is not None for p in parts):
         outer = next(p.valid for p in parts if p.valid is not None).tree.shape[:axis]
         valid = join([p.valid or Laned(xp.ones((*outer, p.count(axis)), bool)) for p in parts])
-    values = [join(list(pieces)) for pieces in zip(*[p.values for p in parts], strict=True)]
-    site = max(parts, key=_lanes_known).site  # the line to name if others have other lanes
+    values = [join(list(leaves)) for leaves in zip(*[p.values for p in parts], strict=True)]
+    site = max(parts, key=_lanes_known).site  # the line to name if later events have other lanes
     return dataclasses.replace(parts[0], values=values, steps=steps, valid=valid, site=site)
 
 
@@ -170,14 +170,14 @@ def _no_step(xp: Any, shape: tuple[int, ...], dtype: Any) -> Laned:
 
 
 def unroll(series: Series, reverse: bool) -> Series:
-    """The series of a whole loop, from that of its body with one more leading axis."""
+    """The series of a whole loop, from that of its body with an additional leading axis."""
 
     def flat(x: Any) -> Any:
         if reverse:
             x = jnp.flip(x, 0)
         if series.single:
             return x
-        if 0 in x.shape[:2]:  # JAX does not know how to reshape nothing if it is sharded
+        if 0 in x.shape[:2]:  # JAX cannot reshape an empty array that is sharded
             return x[0] if x.shape[0] else _compat.zeros_of(_compat.without_axis(_compat.aval_of(x), 1))
         return x.reshape((x.shape[0] * x.shape[1], *x.shape[2:]))
 
@@ -185,9 +185,9 @@ def unroll(series: Series, reverse: bool) -> Series:
 
 
 def every(series: Series, interval: int, seen: int | Laned) -> tuple[Series, int | Laned]:
-    """Events 0, k, 2k, ..., counted in each lane for itself; and the number of the next event.
+    """Keep events 0, k, 2k, ..., counted separately in each lane; also returns the number of the next event.
 
-    `seen` is the number of the first one. As long as numbers are known beforehand they are plain integers.
+    `seen` is the number of the first event. Numbers that are known while tracing are plain integers.
     """
     if series.valid is None and isinstance(seen, int):
         if series.single and not seen % interval:
@@ -195,23 +195,17 @@ def every(series: Series, interval: int, seen: int | Laned) -> tuple[Series, int
         series = series.expanded()
         return jax.tree.map(lambda x: slice_rows(x, -seen % interval, step=interval), series), seen + series.count()
     series = series.expanded()
-    happened = Laned(jnp.ones(series.count(), bool)) if series.valid is None else series.valid
-    first = Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else _compat.beside([happened.tree], seen)
-    lanes = _lanes.union(_lanes.lanes_of(happened, 1), _lanes.lanes_of(first))
+    valid = Laned(jnp.ones(series.count(), bool)) if series.valid is None else series.valid
+    first = Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else _compat.beside([valid.tree], seen)
+    before, after = _lanes.lanes_of(first), _lanes.lanes_of(valid, 1)
+    lanes = _lanes.union(after, before)
     if lanes is None:
-        raise _errors.different_lanes(
-            series.key,
-            _lanes.lanes_of(first),
-            "an earlier line",
-            _lanes.lanes_of(happened, 1),
-            str(series.site),
-        )
-    happened, first = _lanes.widen(happened, lanes, 1), _lanes.widen(first, lanes)
-    number = first.tree + jnp.cumsum(happened.tree, 0, dtype=jnp.int32) - 1
-    valid = Laned(happened.tree & (number % interval == 0), lanes.flags)
-    return dataclasses.replace(series, valid=valid), Laned(
-        first.tree + happened.tree.sum(0, dtype=jnp.int32), lanes.flags
-    )
+        raise _errors.different_lanes(series.key, before, "an earlier line", after, str(series.site))
+    valid, first = _lanes.widen(valid, lanes, 1), _lanes.widen(first, lanes)
+    number = first.tree + jnp.cumsum(valid.tree, 0, dtype=jnp.int32) - 1
+    due = Laned(valid.tree & (number % interval == 0), lanes.flags)
+    upcoming = Laned(first.tree + valid.tree.sum(0, dtype=jnp.int32), lanes.flags)
+    return dataclasses.replace(series, valid=due), upcoming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +215,6 @@ class Shape:
     model: Series  # for keys, structure and messages; its arrays may be abstract
     count: int
     single: bool
-    masked: bool
     values: list[tuple[Any, Lanes, tuple[int, ...]]]  # dtype, lanes, item shape
     steps: dict[str, tuple[Any, Lanes]]
     valid: Lanes | None
@@ -235,7 +228,7 @@ def common_shape(branches: list[Series | None]) -> Shape:
         check_fit_all(models, series)
     counts = {b.count() for b in present}
     single = all(b.single for b in present)
-    masked = len(present) < len(branches) or len(counts) > 1 or any(b.valid is not None for b in present)
+    ragged = len(present) < len(branches) or len(counts) > 1 or any(b.valid is not None for b in present)
 
     def joint(parts: list[tuple[Laned, int]]) -> tuple[Any, Lanes]:
         lanes = _lanes.union(*[_lanes.lanes_of(x, lead) for x, lead in parts])
@@ -243,29 +236,28 @@ def common_shape(branches: list[Series | None]) -> Shape:
         return promote(*[x.tree.dtype for x, _ in parts]), lanes
 
     values = []
-    for pieces in zip(*[[(v, b.lead) for v in b.values] for b in present], strict=True):
-        dtype, lanes = joint(list(pieces))
-        values.append((dtype, lanes, pieces[0][0].item_shape(pieces[0][1])))
+    for leaves in zip(*[b.values for b in present], strict=True):
+        dtype, lanes = joint([(x, b.lead) for x, b in zip(leaves, present, strict=True)])
+        values.append((dtype, lanes, leaves[0].item_shape(model.lead)))
     steps = {
         name: joint([(b.steps[name], b.lead) for b in present if name in b.steps])
         for name in dict.fromkeys(n for b in present for n in b.steps)
     }
-    masks = [(b.valid, b.lead) for b in present if b.valid is not None]
-    valid = joint(masks)[1] if masks else Lanes((), ())
-    return Shape(model, max(counts), single and not masked, masked, values, steps, valid if masked else None)
+    valids = [(b.valid, b.lead) for b in present if b.valid is not None]
+    valid = joint(valids)[1] if valids else Lanes((), ())
+    return Shape(model, max(counts), single and not ragged, values, steps, valid if ragged else None)
 
 
 def conform(series: Series | None, shape: Shape) -> Series:
-    """A branch's series, padded to the shape that all branches share."""
+    """Pad a branch's series to the shape that all branches share."""
     count = series.count() if series is not None else 0
     lead = () if shape.single else (shape.count,)
     if series is not None and not shape.single:
         series = series.expanded()
 
     def fitted(x: Laned | None, dtype: Any, lanes: Lanes, item: tuple[int, ...], fill: Any) -> Laned:
-        full_lanes = tuple(s for f, s in zip(lanes.flags, lanes.sizes, strict=True) if f)
         if x is None:
-            return Laned(_full((*lead, *full_lanes, *item), fill, dtype), lanes.flags)
+            return Laned(_full((*lead, *lanes.present(), *item), fill, dtype), lanes.flags)
         x = _cast(_lanes.widen(x, lanes, len(lead)), dtype)
         if lead and x.tree.shape[0] < shape.count:
             rest = _full((shape.count - x.tree.shape[0], *x.tree.shape[1:]), fill, dtype)

@@ -1,4 +1,4 @@
-"""The user's line: where a log stands, and where a warning points to."""
+"""The user's source lines, for messages and warnings."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ _NOT_USER_CODE = (
 
 
 def user_frame() -> FrameType:
-    """The nearest frame that is neither lox's nor JAX's."""
+    """The innermost stack frame that is neither in lox nor in JAX."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
         frame = frame.f_back
@@ -27,14 +27,14 @@ def user_frame() -> FrameType:
 
 
 def call_site() -> str:
-    """The line of the user's that calls lox."""
+    """The user's line that calls lox."""
     frame = user_frame()
     code = frame.f_code
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_qualname.replace('.<locals>', '')})"
 
 
 def warn(message: str) -> None:
-    """Warn, with the line of the user's that calls lox; how many frames of lox and JAX lie in between varies."""
+    """Warn at the user's line that calls lox. Not by `stacklevel`: the number of frames in between varies."""
     frame = user_frame()
     warnings.warn_explicit(
         message,
@@ -47,8 +47,8 @@ def warn(message: str) -> None:
 
 
 def warner() -> Callable[[str], None]:
-    """`warn` for threads on which nothing of the user's is being run: with the line that is being run now."""
+    """Make a `warn` for other threads, which have no user code on their stack: it points to the line running now."""
     frame = user_frame()
     place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "<unknown>")
-    # Every time: Python would show the same warning once.
+    # With a new registry, or Python would show the same warning only once.
     return lambda message: warnings.warn_explicit(message, _errors.LoxWarning, *place, {})
