@@ -97,6 +97,7 @@ def test_counting_compilations_works() -> None:
     assert len(compiled) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_the_functions_own_cache_stays_intact(transform: str) -> None:
     counter = Counter()
@@ -232,6 +233,7 @@ def test_export() -> None:
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_compilation_cache(tmp_path: Path) -> None:
     """A program compiled by one process is used by the next, unless it calls back."""
     script = """

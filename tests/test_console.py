@@ -315,6 +315,7 @@ def on_a_terminal(tmp_path, mode, interrupt=False):
     return process.returncode, data.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "raise", "interrupt"])
 def test_a_terminal_is_left_as_it_was(tmp_path, mode):
     code, shown = on_a_terminal(tmp_path, mode, interrupt=mode == "interrupt")

@@ -240,6 +240,7 @@ NAMED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other", "first", "second"), NAMED)
 def test_mismatch_between_lanes_of_one_size(one, other, first, second):
     def f():
@@ -276,6 +277,7 @@ def logs_under(*vmaps: dict[str, Any] | None, n: int = 4) -> None:
         jax.vmap(lambda x: lox.log({"x": x}), **options)(jnp.zeros(n)) if options is not None else lox.log({"x": 0.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reduce": "mean"}, {"interval": 2}, {"capacity": 9}])
 @pytest.mark.parametrize("loop", ["none", "scan", "while", "while after"])
 def test_lanes_whose_names_are_told_late(options, loop):
@@ -303,6 +305,7 @@ def test_lanes_whose_names_are_told_late(options, loop):
         assert "  4 lanes (axis_name='a'), and then 4 lanes (axis_name='b'), at test_errors.py:" in str(info.value)
 
 
+@pytest.mark.slow
 def test_lanes_of_nested_vmaps_with_names():
     def f(outer, inner):
         jax.vmap(jax.vmap(lambda x: lox.log({"x": x}), axis_name=inner), axis_name=outer)(jnp.zeros((2, 2)))
@@ -321,6 +324,7 @@ def test_lanes_of_nested_vmaps_with_names():
         assert jax.vmap(lox.spool(lambda x: lox.log({"x": x})), axis_name=name)(jnp.zeros(3))[1]["x"].shape == (3,)
 
 
+@pytest.mark.slow
 def test_lanes_of_branches():
     def f(x, *vmaps):
         branches = [functools.partial(lambda options, _: logs_under(options), options) for options in vmaps]
@@ -354,6 +358,7 @@ def test_lanes_of_gradients():
         lox.spool(jax.grad(f))(jnp.ones(4))
 
 
+@pytest.mark.slow
 def test_lanes_that_tap_counts():
     """With an interval, tap counts the events of a branch in each lane for itself."""
 

@@ -55,6 +55,7 @@ def test_long(wrap, pd):
     assert [str(frame[c].dtype) for c in ("event", "step", "epoch")] == ["int64", "Int64", "Int64"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_wide(wrap, pd):
     frame = wrap(lox.spool(f, argnames=["x", "big"]))(1)[1].filter(lambda k: k != "lr").to_dataframe("wide")
@@ -80,6 +81,7 @@ def test_wide(wrap, pd):
     assert rows(frame) == [(0, 1, -1), (1, 2, None), (2, 3, -3)]  # keys with the same step share a row
 
 
+@pytest.mark.slow
 def test_lanes_of_both_orders_are_the_same(pd):
     xs = jnp.array([0, 1])
     inside, outside = lox.spool(jax.vmap(f))(xs)[1], jax.vmap(lox.spool(f))(xs)[1]
@@ -229,6 +231,7 @@ def test_html_shows_pictures_and_histograms():
     assert text.count("<rect ") == 40 and text.count("aria-label='histogram'") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [lambda f: lox.spool(jax.vmap(f)), lambda f: jax.vmap(lox.spool(f))])
 def test_html_shows_pictures_of_a_few_lanes(order):
     text = order(pictured)(jnp.arange(6))[1]._repr_html_()
@@ -238,6 +241,7 @@ def test_html_shows_pictures_of_a_few_lanes(order):
     assert rows[2][0].startswith("deep")
 
 
+@pytest.mark.slow
 def test_html_of_odd_pictures_and_histograms():
     def f(x):
         lox.log({"h": lox.Histogram(jnp.full(3, jnp.nan)), "never": lox.Histogram(x)}, where=x > 0)

@@ -370,7 +370,12 @@ def check_mesh(s: Subject) -> None:
 MESHES = list(itertools.product((1, 2, 4, 8), (True, False), (True, False)))
 
 
-@pytest.mark.parametrize("seed", range(SEED, SEED + N))
+QUICK = 3  # programs for the time between two edits
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(SEED + n, marks=pytest.mark.slow if n >= QUICK else ()) for n in range(N)]
+)
 def test_program(seed: int) -> None:
     subject = Subject(seed)
     check_spool(subject)

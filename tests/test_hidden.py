@@ -83,6 +83,7 @@ def test_a_composite_without_its_logs_is_still_one() -> None:
 HIDING = [with_vmap_rule, jax.custom_batching.sequential_vmap(double), partitioned, in_composite]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", HIDING)
 def test_a_hidden_effect_in_a_function_that_has_run_before(f: Any) -> None:
     jitted = run_before(f)
@@ -111,6 +112,7 @@ def in_pallas_call(x: Any) -> Any:
     return pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((), jnp.float32), interpret=True)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("f", "name"), [(in_linear_call, "linear_call"), (in_pallas_call, "pallas_call")])
 def test_an_opaque_primitive_in_a_function_that_has_run_before_is_an_error(f: Any, name: str, transform: Any) -> None:
     jitted = run_before(f)
@@ -159,6 +161,7 @@ def test_an_executable_without_logs_is_a_function_like_others(transform: Any) ->
     assert (float(out), str(logs)) == (6.0, "{'x': 3.0}")
 
 
+@pytest.mark.slow
 def test_an_exported_function_that_logs_is_an_error(transform: Any) -> None:
     def quiet(x: Any) -> Any:
         lox.log({"x": x}, explicit=True)  # it calls nobody by itself, or JAX would refuse to export it
@@ -198,6 +201,7 @@ opaque_p.def_abstract_eval(lambda x, fun: jax.make_jaxpr(lambda x: fun(x))(x).ou
 mlir.register_lowering(opaque_p, mlir.lower_fun(lambda x, fun: fun(x), multiple_results=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("fun", [double, lambda x: double(x), jax.jit(double)], ids=["def", "lambda", "jit"])
 def test_a_primitive_that_holds_a_function_that_logs_is_an_error(fun: Any, jitted: bool, transform: Any) -> None:
@@ -222,6 +226,7 @@ def test_a_primitive_that_holds_another_function_is_not(jitted: bool, transform:
     assert float(jax.tree.leaves(transform(f)(X))[0]) == 6.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [False, True])
 def test_equinox_noinline(jitted: bool, transform: Any) -> None:
     eqxi = pytest.importorskip("equinox.internal", reason="Equinox is installed with the newest JAX only")

@@ -41,6 +41,7 @@ def test_counts_are_those_of_numpy(jit):
     assert not histogram.nonfinite.any()
 
 
+@pytest.mark.slow
 def test_they_are_merged_in_the_carry():
     _, logs = jax.jit(lox.spool(log_rows, reduce="sum"))(VALUES)
     np.testing.assert_array_equal(logs["h"].counts, counted(VALUES.ravel(), logs["h"].edges))
@@ -51,6 +52,7 @@ def test_they_are_merged_in_the_carry():
     np.testing.assert_array_equal((parts[0] + parts[1]).counts, each.counts[:2].sum(0))
 
 
+@pytest.mark.slow
 def test_they_are_merged_by_tap_and_by_while_loops():
     seen = []
     lox.tap(jax.jit(log_rows), lambda logs: seen.append(logs["h"].counts.sum(-1).tolist()), buffer=2, reduce="sum")(

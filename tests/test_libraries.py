@@ -9,6 +9,8 @@ import pytest
 import lox
 import lox.testing
 
+pytestmark = pytest.mark.slow
+
 
 def library(name: str) -> Any:
     return pytest.importorskip(name, reason=f"{name} is installed with the newest JAX only")

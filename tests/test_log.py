@@ -135,6 +135,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "expected", "text"), VALUES)
 def test_values(capsys, value, expected, text):
     def f():
@@ -194,6 +195,7 @@ def test_prng_keys(wrap):
     same(jax.random.key_data(out), jax.random.key_data(key))
 
 
+@pytest.mark.slow
 def test_prng_keys_in_a_loop():
     keys = jax.random.split(jax.random.key(7), 3)
 
@@ -226,6 +228,7 @@ def words(tree):
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_prng_keys_in_a_vmapped_branch(wrap):
     keys = jax.random.split(jax.random.key(7), 3)
@@ -254,6 +257,7 @@ def test_prng_keys_in_a_vmapped_branch(wrap):
     assert len(events) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_prng_keys_in_a_while_loop(wrap):
     def f(n, key):
@@ -295,6 +299,7 @@ def test_prng_keys_outside_loops(options):
     same(words(logs)["key"].reshape(2), np.asarray(jax.random.key_data(key)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "uint2", "float4_e2m1fn"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_numbers_of_less_than_a_byte(capsys, wrap, dtype):
@@ -387,6 +392,7 @@ def while_once(x):
     return jax.lax.while_loop(lambda i: i < 1, lambda i: (lox.log({"x": x}), i + 1)[1], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [scan_once, fori_once, while_once])
 @pytest.mark.parametrize("options", [{"capacity": 3}, {"capacity": 3, "interval": 2}, {"reduce": "last"}])
 def test_whether_there_is_an_event_axis_does_not_depend_on_disable_jit(loop, options):
@@ -416,6 +422,7 @@ def test_several_keys_keep_their_order():
     assert list(logs) == ["z", "a", "m"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [7, 2.5, True, 1j])
 def test_literals_in_compiled_functions(value):
     expected = np.asarray(jnp.asarray(value))
@@ -674,6 +681,7 @@ lox.tap(f)(1.0)
 """
 
 
+@pytest.mark.slow
 def test_sink_off_in_the_environment_compiles_no_callback_in():
     import os
 
@@ -688,6 +696,7 @@ def test_sink_off_in_the_environment_compiles_no_callback_in():
     assert done.stdout == "2.0 {'x': 1.0}\n{'x': 1.0}\n"
 
 
+@pytest.mark.slow
 def test_a_sink_in_the_environment_that_does_not_exist():
     import os
 
@@ -703,6 +712,7 @@ def test_a_sink_in_the_environment_that_does_not_exist():
     assert "'of'" in done.stderr
 
 
+@pytest.mark.slow
 def test_import_is_light():
     code = "import sys, lox; print([m for m in ('pandas', 'wandb', 'neptune') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -803,6 +813,7 @@ def test_buffered_events_are_printed_with_the_steps_of_each_key(capsys):
     )
 
 
+@pytest.mark.slow
 def test_import_warns_of_nothing():
     done = subprocess.run([sys.executable, "-W", "error", "-c", "import lox"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -32,6 +32,7 @@ def expected() -> list[float]:
     return cts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grad",
     [
@@ -117,6 +118,7 @@ def stepped(x: Any) -> Any:
     )[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grad", [jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f)), lambda f: jax.grad(jax.remat(f))]
 )

@@ -531,6 +531,7 @@ def check_reduced(logs, how, values):
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", REDUCED)
 @pytest.mark.parametrize("xs", ARRAYS, ids=lambda x: f"{x.dtype}{list(x.shape)}")
 def test_reduce(how, xs):
@@ -545,6 +546,7 @@ def test_reduce(how, xs):
     assert is_numpy(to_numpy(whole).reduce(how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", REDUCED)
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_reduce_respects_valid(how, dtype):
@@ -559,6 +561,7 @@ def test_reduce_respects_valid(how, dtype):
         assert logs.valid == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [h for h in REDUCED if h != "append"])
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_reduce_over_no_events(how, dtype):
@@ -583,6 +586,7 @@ def test_reduce_compacted_logs_without_events():
     same(logs.reduce("last"), {"x": f32(NAN)})
 
 
+@pytest.mark.slow
 def test_reduce_per_lane():
     inside = jax.jit(lox.spool(jax.vmap(ragged)))(LANES)[1]
     outside = jax.vmap(lox.spool(ragged))(LANES)[1]
@@ -669,6 +673,7 @@ def test_compact_with_lanes_outside():
     same(logs.step, {"x": i32([[0, 2, -1], [-1, 2, 3]])})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "batched",
     [
@@ -725,6 +730,7 @@ def test_there_is_no_lane(logs):
 # --- NumPy stays NumPy ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "act",
     [

@@ -45,6 +45,7 @@ def test_the_state_is_arrays():
     assert len(logger.runs) == 10
 
 
+@pytest.mark.slow
 def test_names_are_unique_and_safe():
     keys = [jax.random.key(0), jax.random.key(42), *jax.random.split(jax.random.key(0), 50)]
     keys += [jax.random.key(seed, impl=impl) for seed in (0, 42) for impl in ("rbg", "unsafe_rbg")]
@@ -137,6 +138,7 @@ def test_log_rejects_what_is_no_log():
 # --- lanes ---
 
 
+@pytest.mark.slow
 def test_lanes_inside_a_run_come_after_the_event_axis():
     def f(x):
         lox.log({"x": x})
@@ -283,6 +285,7 @@ def test_wrong_configs():
         logger.init(jax.random.key(0), {1: 2, "a": 3})
 
 
+@pytest.mark.slow
 def test_a_compiled_function_with_a_logger_that_is_closed(tmp_path):
     @jax.jit
     def experiment(key):
@@ -442,6 +445,7 @@ def run_script(body, tmp_path, **options):
     )
 
 
+@pytest.mark.slow
 def test_what_is_not_closed_is_closed_at_exit(tmp_path):
     done = run_script(
         """
@@ -482,6 +486,7 @@ def test_what_is_not_closed_is_closed_at_exit(tmp_path):
     assert "ValueError: too bad" in done.stderr
 
 
+@pytest.mark.slow
 def test_importing_lox_imports_neither_rich_nor_pandas(tmp_path):
     done = run_script(
         """
@@ -696,6 +701,7 @@ def test_closing_what_is_no_state():
         logger.close(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"buffer": 3}], ids=str)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_prng_keys_and_integers_of_few_bits(tmp_path, jit, options):

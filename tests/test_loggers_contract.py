@@ -12,6 +12,8 @@ from logger_cases import CASES, parts_of
 
 import lox
 
+pytestmark = pytest.mark.slow
+
 case = pytest.mark.parametrize("case", CASES, ids=repr)
 how = pytest.mark.parametrize("how", ["spool", "tap"])
 KEYS = [jax.random.key(seed) for seed in (7, 8, 9)]

@@ -15,6 +15,8 @@ from test_fuzz import MAX_EVENTS, SEED, assert_logs, program_for, thinned
 import lox
 from lox._data._logdict import joined
 
+pytestmark = pytest.mark.slow
+
 N = int(os.environ.get("LOX_FUZZ_N", 8))
 LANES = 3
 

@@ -34,6 +34,7 @@ def test_stacking_takes_what_it_takes() -> None:
     assert 102 < megabytes(lox.spool(big)) < 106
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["mean", "sum", "min", "max", "first", "last", "count", "std", "var"])
 def test_a_reduction_needs_no_more_memory_for_more_events(how: str) -> None:
     assert megabytes(lox.spool(big, reduce=how)) < 2
@@ -105,6 +106,7 @@ def test_a_million_events_through_a_bounded_pipeline() -> None:
     assert memory[-1] - memory[len(memory) // 10] < 20_000
 
 
+@pytest.mark.slow
 def test_single_events_come_in_order_too() -> None:
     received: list[int] = []
     pipeline: queue.Queue[Any] = queue.Queue(maxsize=10)

@@ -15,6 +15,8 @@ from optional import devices
 
 import lox
 
+pytestmark = pytest.mark.slow
+
 DEVICES = 4
 KINDS = [AxisType.Explicit, AxisType.Auto]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=["explicit", "auto"])

@@ -18,6 +18,8 @@ from optional import devices
 import lox
 import lox.testing
 
+pytestmark = pytest.mark.slow
+
 ONE, FIVE, XS = jnp.float32(1), jnp.float32(5), jnp.arange(4.0)
 
 

@@ -61,6 +61,7 @@ ALL = ["train/loss", "train/acc", "test/loss", "debug/norm", "lr"]
 # --- argnames and tags ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys_of", [spooled_keys, tapped_keys, kept_keys, removed_keys])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 @pytest.mark.parametrize(
@@ -182,6 +183,7 @@ SILENCING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [looping, looping_twice, asking, branching, looping_over_branches])
 @pytest.mark.parametrize("mapped", MAPPED)
 def test_no_mask_is_left_where_no_log_needs_it(mapped, program):
@@ -225,6 +227,7 @@ def test_prefix_with_other_options():
 # --- interval ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [1, 2, 3, 5, 10, np.int64(2)])
 @pytest.mark.parametrize(
     "transform",
@@ -241,6 +244,7 @@ def test_interval(transform, interval):
     same(logs.step, {"x": i32(np.arange(5)[::interval])})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_interval_of_tap(wrap, interval):
@@ -318,6 +322,7 @@ def own(xs):
     jax.lax.scan(body, 0, xs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reduce", "a", "b"),
     [
@@ -367,6 +372,7 @@ def test_reduce_across_loops_and_branches():
     same(lox.spool(f, reduce="count")(2)[1], {"i": i32(3)})
 
 
+@pytest.mark.slow
 def test_reduce_per_lane():
     xs = f32([[1, 2], [3, 5]])
     same(lox.spool(jax.vmap(scanned), reduce="mean")(xs)[1], {"x": f32([1.5, 4])})
@@ -415,6 +421,7 @@ def test_reduce_over_no_events():
 # --- capacity ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [3, 5, {"i": 4}, np.int64(3)])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_capacity(wrap, capacity):
@@ -443,6 +450,7 @@ def test_capacity_for_no_events():
     same(logs.step, {"i": i32([])})
 
 
+@pytest.mark.slow
 def test_capacity_is_for_all_events_of_a_key():
     def f(n):
         lox.log({"i": -1, "once": 7})
@@ -502,6 +510,7 @@ def test_overflow_warns_from_compact_under_jit():
     same(logs.dropped, {"i": i32(3)})
 
 
+@pytest.mark.slow
 def test_capacity_per_lane():
     ends = jnp.array([1, 3])
     _, logs = jax.vmap(lox.spool(count_to, capacity=4))(ends)
@@ -782,6 +791,7 @@ def test_a_callback_that_is_none(callback):
     assert str(info.value) == f"`callback` is {callback!r}; it must be a function of a logdict."
 
 
+@pytest.mark.slow
 def test_count_respects_the_interval():
     _, logs = lox.spool(scanned, reduce="count", interval=2)(jnp.arange(5))
     stacked = lox.spool(scanned, interval=2)(jnp.arange(5))[1].reduce("count")
@@ -867,6 +877,7 @@ def warned(call, *args):
     return [str(w.message) for w in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("transform", SELECTIVE)
 def test_a_selection_that_matches_nothing_warns(transform, around):
@@ -877,6 +888,7 @@ def test_a_selection_that_matches_nothing_warns(transform, around):
     assert warned(transform(varied, tags="metrc"), x) == [tags]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("transform", SELECTIVE)
 def test_a_selection_that_matches_something_does_not(transform, around):
@@ -885,6 +897,7 @@ def test_a_selection_that_matches_something_does_not(transform, around):
         assert warned(transform(varied, **options), jnp.float32(1)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", SELECTIVE)
 @pytest.mark.parametrize(
     "options",
@@ -917,6 +930,7 @@ def test_logs_in_derivative_rules_may_come_later():
     assert len(warned(jax.grad(lox.nolog(relu, "y")), 1.0)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
@@ -1002,6 +1016,7 @@ def test_selections_of_load(tmp_path):
 # --- warnings point to the user's line ---
 
 
+@pytest.mark.slow
 def test_the_warning_of_dropped_events_points_to_the_users_line():
     assert warned(lox.spool(count_to, capacity=2), 3) == [OVERFLOW]
     assert warned(lox.spool(jax.jit(count_to), capacity=2), 3) == [OVERFLOW]
@@ -1067,6 +1082,7 @@ def in_loops(logs):
     jax.lax.scan(body, 0, length=2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Casting complex")
 @pytest.mark.parametrize(
     ("place", "first"),
@@ -1153,6 +1169,7 @@ SMALL_FLOATS = [
 ]  # XLA cannot compile the six-bit ones for the CPU
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", SMALL_FLOATS)
 @pytest.mark.parametrize("how", ["min", "max"])
 def test_extremes_of_small_floats(how, dtype):
@@ -1182,6 +1199,7 @@ def test_extremes_of_complex_numbers_that_are_infinite():
             same(lox.spool(scanned, reduce=how)(x)[1], {"x": np.asarray(getattr(np, how)(x))})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["var", "std"])
 @pytest.mark.parametrize("mean", [0.0, 1e4, 1e6, 1e4 + 1e4j])
 def test_the_spread_around_a_large_mean(how, mean):
@@ -1200,6 +1218,7 @@ def test_the_spread_around_a_large_mean(how, mean):
     np.testing.assert_allclose(logs["x"], want, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("xs", [[np.inf], [np.nan, 1.0], [1.0, -np.inf], [np.inf, np.inf]])
 @pytest.mark.parametrize("how", ["var", "std"])
 def test_the_spread_of_what_is_not_finite(how, xs):

@@ -54,6 +54,7 @@ def calls(log: Any) -> Any:
         helper(float(n))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, lambda f: jax.checkpoint(f), lambda f: _grad(f)])
 @pytest.mark.parametrize("part", [four, forever, branches, calls])
 def test_log(part: Any, around: Any) -> None:
@@ -79,6 +80,7 @@ def _grad(f: Any) -> Any:
     return lambda: jax.grad(lambda x: x * f())(2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"buffer": 3}, {"buffer": 100}, {"interval": 1}])
 @pytest.mark.parametrize("part", [four, forever, branches, calls])
 def test_tap_and_spool(part: Any, options: Any) -> None:

@@ -22,6 +22,7 @@ def promotion_as_users_have_it():
         yield
 
 
+@pytest.mark.slow
 def test_readme():
     # doctest would take the fence that ends a block for expected output.
     text = re.sub(r"^ *```.*$", "", README.read_text(encoding="utf-8"), flags=re.MULTILINE)

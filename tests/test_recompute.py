@@ -10,6 +10,8 @@ from jax import lax
 import lox
 import lox.testing
 
+pytestmark = pytest.mark.slow
+
 
 def noted(x: Any, key: str = "v") -> Any:
     lox.log({key: x})

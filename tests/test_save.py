@@ -202,6 +202,7 @@ DTYPES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"buffer": 2}, None], ids=["tap", "buffer", "spool"])
 def test_all_dtypes_bit_by_bit(tmp_path, options):
     bits = np.random.default_rng(0).integers(0, 256, (3, 16), np.uint8)
@@ -233,6 +234,7 @@ def test_all_dtypes_bit_by_bit(tmp_path, options):
             assert found.tobytes() == x.tobytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"buffer": 2}, None], ids=["tap", "buffer", "spool"])
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_prng_keys_as_values(tmp_path, impl, options):
@@ -318,6 +320,7 @@ def test_lanes_inside_a_run(tmp_path):
 # --- many lanes ---
 
 
+@pytest.mark.slow
 def test_a_thousand_lanes(tmp_path):
     """1024 lanes × 5 keys × 10,000 steps with LOX_FULL_SIZE=1."""
     lanes, steps = 1024, 10_000 if FULL_SIZE else 300
@@ -425,6 +428,7 @@ def test_loading_keeps_the_errors_of_the_logger(tmp_path, monkeypatch):
         logger.close()
 
 
+@pytest.mark.slow
 def test_closing_at_exit_and_the_output(tmp_path):
     code = """
         import jax, jax.numpy as jnp, lox
@@ -440,6 +444,7 @@ def test_closing_at_exit_and_the_output(tmp_path):
     assert json.loads((group / "meta.json").read_text())["status"] == "closed"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 def test_ctrl_c(tmp_path):
     code = """
@@ -472,6 +477,7 @@ def check_training(logs, seed, least=0):
     same(logs.step, {"x": steps, "y": steps})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_kill_a_training_at_any_moment(tmp_path):
     """LOX_KILL_N=100 kills more of them."""
@@ -487,6 +493,7 @@ def test_kill_a_training_at_any_moment(tmp_path):
     print(f"{KILLS} kills, {torn} torn tails, {sum(acknowledged)} acknowledged steps of 3 runs")
 
 
+@pytest.mark.slow
 def test_watched_and_joined_by_others(tmp_path):
     """A process trains; another one with the same keys comes to the same directory; this one watches."""
     slow, other = start("tail_training", tmp_path, 8, stdin=subprocess.PIPE), start("race_training", tmp_path, 20)
@@ -513,6 +520,7 @@ def test_watched_and_joined_by_others(tmp_path):
     assert [run.config for run in lox.runs(tmp_path)].count({"seed": 2}) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_forks_have_loggers_of_their_own(tmp_path):
     """A fork reads without waiting for its parent's logger, writes with its own, and closes only that."""

@@ -53,6 +53,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_one_jitted_layer_reports_under_every_scope(name: str) -> None:
     for _ in range(2):

@@ -305,6 +305,7 @@ def test_a_key_that_never_happened(tmp_path):
 LANES = f32([[1, -1, 2, -1], [-1, -1, 3, 4]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 def test_lanes_as_runs(tmp_path, inside):
     f = lox.spool(jax.vmap(ragged)) if inside else jax.vmap(lox.spool(ragged))
@@ -384,6 +385,7 @@ def test_tapped_lanes(tmp_path, buffer):
         same(lox.load(tmp_path, keys[i]).step["x"], logs.lane(i).step["x"])
 
 
+@pytest.mark.slow
 def test_1024_lanes(tmp_path):
     lanes, steps = 1024, 40
     keys = jax.random.split(jax.random.key(0), lanes)
@@ -819,6 +821,7 @@ def test_poll(tmp_path):
         reader.load("c")
 
 
+@pytest.mark.slow
 def test_import_is_light():
     code = "import lox, sys; print([m for m in ('nanoarrow', 'rich', 'pyarrow', 'pickle5') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -836,6 +839,7 @@ def test_poll_of_events_that_do_not_fit_together(tmp_path):
     assert reader.poll() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_must_not_write(tmp_path):
     code = f"""
@@ -877,6 +881,7 @@ def test_one_key_twice_is_two_runs(tmp_path, mode):
     assert writer.run_names == list(found)[-2:]
 
 
+@pytest.mark.slow
 def test_a_writer_that_nobody_closes(tmp_path):
     code = f"""
 import numpy as np, lox

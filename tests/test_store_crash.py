@@ -30,6 +30,7 @@ def check_events(logs, least):
     np.testing.assert_array_equal(logs.step["x"], steps)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_kill_at_any_moment(tmp_path):
     acknowledged = json.loads(finish(start("kill", tmp_path, KILLS, int(time.time()))))
@@ -55,6 +56,7 @@ def test_kill_at_any_moment(tmp_path):
     print(f"{KILLS} kills, {torn} torn tails, {sum(acknowledged)} acknowledged events")
 
 
+@pytest.mark.slow
 def test_a_second_process_watches(tmp_path):
     writer = start("tail", tmp_path, 400, stdin=subprocess.PIPE)
     reader = Reader(tmp_path)
@@ -78,6 +80,7 @@ def test_a_second_process_watches(tmp_path):
     assert [run.config for run in lox.runs(tmp_path)] == [{"n": 400}]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_processes_write_at_once(tmp_path):
     finish(start("race", tmp_path, 4, 300))
@@ -93,6 +96,7 @@ def test_processes_write_at_once(tmp_path):
 # --- disk full ---
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs resource limits")
 def test_a_real_limit(tmp_path):
     kind, code, file = finish(start("fill", tmp_path, 20_000)).split()

@@ -367,6 +367,7 @@ FUZZ = settings(
 )
 
 
+@pytest.mark.slow
 @FUZZ
 @given(which=st.integers(0, 3), edits=edits)
 def test_no_damage_hurts(pristine, which, edits):
@@ -392,6 +393,7 @@ def test_no_invention_hurts(pristine, which, data, framed):
         shutil.rmtree(directory)
 
 
+@pytest.mark.slow
 @settings(FUZZ, max_examples=10 * FUZZ.max_examples)
 @given(edits=edits)
 def test_no_schema_hurts(pristine, edits):

@@ -13,6 +13,8 @@ from optional import devices
 import lox
 import lox.testing
 
+pytestmark = pytest.mark.slow
+
 NOTHING = lambda logs: None  # noqa: E731
 
 

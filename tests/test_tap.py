@@ -41,6 +41,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_buffer_has_up_to_k_events_and_the_rest_is_flushed(form: str) -> None:
     for _ in range(2):
@@ -63,6 +64,7 @@ def test_a_buffer_keeps_steps_and_lanes() -> None:
     assert blocks[0].lane(1)["c"].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_reduce_sends_one_event_at_the_end_or_one_per_buffer(form: str) -> None:
     assert received(FORMS[form](reduce="mean", argnames="c")) == ["{'c': 4.0}"]
@@ -77,6 +79,7 @@ def test_reduce_sends_one_event_at_the_end_or_one_per_buffer(form: str) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_interval_and_buffer(form: str) -> None:
     assert received(FORMS[form](interval=3, argnames="c")) == ["{'c': 1.0}", "{'c': 4.0}", "{'c': 7.0}"]
@@ -93,6 +96,7 @@ def test_interval_counts_each_key_for_itself() -> None:
     assert received(lambda cb: lox.tap(f, cb, interval=2)) == ["{'a': 1.0}", "{'b': 1.0}", "{'a': 3.0}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_logging_condition_is_not_emitted_twice(jit: bool) -> None:
     def f(x: Any) -> Any:
@@ -131,6 +135,7 @@ def one_slowly() -> Any:
     return jax.lax.fori_loop(0, 8, lambda _, a: a @ a / 1000, jnp.ones((1000, 1000)))[0, 0]
 
 
+@pytest.mark.slow
 def test_an_exception_that_is_caught_leaves_nothing_that_failed() -> None:
     @jax.jit
     def inner(x: Any) -> Any:

@@ -245,6 +245,7 @@ def test_more_runs_than_files_may_be_open(tmp_path):
     assert len(sizes) == 1
 
 
+@pytest.mark.slow
 @needs_tensorboard
 def test_example(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(EXAMPLES)

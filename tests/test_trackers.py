@@ -25,6 +25,8 @@ from lox.loggers._trackers._escape import escape, unescape
 from lox.loggers._trackers._mlflow import metric_name
 from lox.loggers._trackers._trackio import row_name
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 needs_neptune = pytest.mark.skipif(not logger_cases.HAS_NEPTUNE, reason="neptune is not installed")
 needs_mlflow = pytest.mark.skipif(not logger_cases.HAS_MLFLOW, reason="mlflow-skinny is not installed")

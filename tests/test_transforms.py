@@ -131,7 +131,10 @@ def counts(logs: lox.logdict) -> dict[str, int]:
     return {k: len(v) if v.ndim else 1 for k, v in logs.items()}
 
 
-@pytest.mark.parametrize("transform", UNARY)
+QUICK = {"jit", "grad"}
+
+
+@pytest.mark.parametrize("transform", [pytest.param(t, marks=() if t in QUICK else pytest.mark.slow) for t in UNARY])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_event_once(name: str, transform: str) -> None:
     f, expected = FUNCTIONS[name]
@@ -152,6 +155,7 @@ def test_every_event_once(name: str, transform: str) -> None:
     assert {k: sum(k in e for e in streamed) for k in expected} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "cond"])
 def test_lanes(name: str) -> None:
     f, expected = FUNCTIONS[name]
@@ -197,6 +201,7 @@ def test_vmapped_branches_that_log_alike_have_no_mask() -> None:
 # --- loops ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["literal", "constant", "closure", "jit", "cond", "inner scan"])
 @pytest.mark.parametrize("transform", ["grad", "jit(grad)", "grad(jit)", "linearize", "grad(remat)", "jvp", "plain"])
 def test_a_loop_invariant_log_counts_once_per_iteration(kind: str, transform: str) -> None:
@@ -306,6 +311,7 @@ def test_stacked_events_before_a_while_loop_keep_their_place() -> None:
 # --- derivatives ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", [with_jvp, with_vjp], ids=["jvp", "vjp"])
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("depth", ["direct", "jit", "scan"])
@@ -397,6 +403,7 @@ def test_gradients_flow_through_spooled_values() -> None:
     assert float(jax.jit(jax.grad(functools.partial(loss, reduce="sum")))(1.0)) == 8.0
 
 
+@pytest.mark.slow
 def test_the_derivative_of_the_result_is_untouched() -> None:
     for f in (straight, scanned, branched, remat_in_scan):
         expected = jax.grad(lox.nolog(f))(X)
@@ -525,6 +532,7 @@ PRIMITIVES: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_primitives(name: str) -> None:
     f, shape = PRIMITIVES[name]
@@ -536,6 +544,7 @@ def test_primitives(name: str) -> None:
             np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_solvers() -> None:
     out, logs = lox.spool(_odeint, capacity=64)(V)
     with lox.testing.capture() as events:
@@ -602,6 +611,7 @@ def test_shard_map_in_a_loop_reduced() -> None:
     assert float(logs["total"]) == 240.0
 
 
+@pytest.mark.slow
 def test_shard_map_whose_devices_loop_differently() -> None:
     def f(v: Any) -> Any:
         return lax.while_loop(lambda c: (c < 3).all(), lambda c: noted(c) + 1, v)
@@ -738,6 +748,7 @@ def test_eager_remat_asks_for_no_more_than_jax() -> None:
         assert lox.spool(lox.nolog(layer))(1.0) == (4.0, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_jet(jit: bool, capsys: Any) -> None:
     from jax.experimental.jet import jet
@@ -778,11 +789,13 @@ def test_jet(jit: bool, capsys: Any) -> None:
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_jet_is_not_imported_for_those_who_do_not_use_it() -> None:
     code = "import sys, lox; lox.log({'x': 1}); assert 'jax.experimental.jet' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_checkpoint_policies_that_offload() -> None:
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -854,6 +867,7 @@ def unrolled_in_environments(w: Any, scoped: bool = False) -> Any:
         return train.sum() + unroll(6, 2).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [trained_and_evaluated, unrolled_in_environments])
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_one_key_under_two_vmaps(f: Any, jit: bool, tmp_path: Any) -> None:

@@ -19,6 +19,8 @@ from lox.loggers import WandbLogger
 from lox.loggers._module_api import SingleRuns
 from lox.loggers._trackers._bands import t95
 
+pytestmark = pytest.mark.slow
+
 wandb = pytest.importorskip("wandb")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 KEYS = jax.vmap(jax.random.key)(jnp.array([7, 8, 9]))

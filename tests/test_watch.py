@@ -38,6 +38,7 @@ def _quiet() -> Any:
     lox.config.sink = before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_it_stops_at_the_first(name: str) -> None:
     for _ in range(2):
