@@ -17,8 +17,7 @@ from machine import HANG
 
 import lox
 from lox.loggers import ConsoleLogger
-from lox.loggers._console import _board, _progress, _screen
-from lox.loggers._console import _render as _layout
+from lox.loggers._console import _board, _progress, _render, _screen
 from lox.loggers._console._board import Board, History
 from lox.loggers._run import Run
 
@@ -77,12 +76,12 @@ ONE_RUN = """\
 
 
 def test_the_table_of_one_run():
-    shown = text(_layout.table(board(1, progress={"step": 10}).view(now=4.0), 72))
+    shown = text(_render.table(board(1, progress={"step": 10}).view(now=4.0), 72))
     assert shown == ONE_RUN
 
 
 def test_the_table_of_several_runs():
-    shown = text(_layout.table(board(3).view(now=4.0), 90), 90).splitlines()
+    shown = text(_render.table(board(3).view(now=4.0), 90), 90).splitlines()
     assert shown[0].startswith("╭─ 3 runs ─")
     assert shown[2].split() == ["│", "mean", "±", "std", "min", "max", "trend", "│"]
     assert [line.split()[1:-1] for line in shown[3:8]] == [
@@ -100,18 +99,18 @@ def test_what_does_not_fit_is_counted():
     run = Run(0, np.array([0, 1], np.uint32), {})
     many.add_run(run)
     many.update([run], lox.logdict({f"group{n % 3}/k{n}": np.ones((1, 1)) for n in range(40)}), now=1.0)
-    shown = text(_layout.table(many.view(now=1.0), 60, height=15), 60)
+    shown = text(_render.table(many.view(now=1.0), 60, height=15), 60)
     assert len(shown.splitlines()) <= 15
     assert re.search(r"and \d+ more keys", shown)
-    assert len(text(_layout.table(many.view(now=1.0), 60), 60).splitlines()) > 40
+    assert len(text(_render.table(many.view(now=1.0), 60), 60).splitlines()) > 40
 
 
 def test_a_run_that_diverges_is_marked():
     made = board(3)
     runs = [Run(n, np.array([0, 42 + n], np.uint32), {}) for n in range(3)]
     made.update(runs, lox.logdict({"train/loss": np.array([[1.0], [np.nan], [3.0]])}), now=3.0)
-    assert "loss 1 of 3 not finite" in text(_layout.table(made.view(now=4.0), 100), 100)
-    assert "train/loss 2 ± 1 (1 of 3 not finite)" in _layout.line(made.view(now=4.0))
+    assert "loss 1 of 3 not finite" in text(_render.table(made.view(now=4.0), 100), 100)
+    assert "train/loss 2 ± 1 (1 of 3 not finite)" in _render.line(made.view(now=4.0))
 
 
 def test_hostile_keys_do_not_break_the_picture():
@@ -120,10 +119,10 @@ def test_hostile_keys_do_not_break_the_picture():
     made.add_run(run)
     keys = ["[bold red]x[/]", "a\nb", "", "x" * 10_000, "\x1b[31mred", "/", "a//b", "../.."]
     made.update([run], lox.logdict({key: np.ones((1, 1)) for key in keys}), now=1.0)
-    shown = text(_layout.table(made.view(now=1.0), 80), 80)
+    shown = text(_render.table(made.view(now=1.0), 80), 80)
     assert "[bold red]x[" in shown and "\x1b" not in shown
     assert {len(line) for line in shown.splitlines()} == {80}
-    assert "\n" not in _layout.line(made.view(now=1.0)) and "\x1b" not in _layout.line(made.view(now=1.0))
+    assert "\n" not in _render.line(made.view(now=1.0)) and "\x1b" not in _render.line(made.view(now=1.0))
 
 
 def test_only_what_happened_counts():
@@ -161,16 +160,16 @@ def test_the_history_stays_short():
     ],
 )
 def test_numbers(number, shown):
-    assert _layout.number(number) == shown
+    assert _render.number(number) == shown
 
 
 def test_small_pieces():
-    assert _layout.number(1234567, True) == "1,234,567"
-    assert [_layout.duration(s) for s in (0, 59.9, 61, 3723)] == ["0:00", "0:59", "1:01", "1:02:03"]
-    assert [_layout.rate(r) for r in (0.5, 12, 1234, 5.6e6, 7e9)] == ["0.5/s", "12/s", "1.2k/s", "5.6M/s", "7.0G/s"]
-    assert _layout.sparkline([]) == "" and _layout.sparkline([1, 1]) == "▄▄"
-    assert _layout.sparkline([0, float("nan"), 1]) == "▁·█"
-    assert _layout.sparkline(list(range(100)), 8) == "▁▂▃▄▅▆▇█"
+    assert _render.number(1234567, True) == "1,234,567"
+    assert [_render.duration(s) for s in (0, 59.9, 61, 3723)] == ["0:00", "0:59", "1:01", "1:02:03"]
+    assert [_render.rate(r) for r in (0.5, 12, 1234, 5.6e6, 7e9)] == ["0.5/s", "12/s", "1.2k/s", "5.6M/s", "7.0G/s"]
+    assert _render.sparkline([]) == "" and _render.sparkline([1, 1]) == "▄▄"
+    assert _render.sparkline([0, float("nan"), 1]) == "▁·█"
+    assert _render.sparkline(list(range(100)), 8) == "▁▂▃▄▅▆▇█"
 
 
 # --- not on a terminal ---
@@ -239,7 +238,7 @@ def test_one_key_of_many_shapes():
     for shape in ((2, 3), (4,), ()):
         made.update([run], lox.logdict({"w": np.ones((1, 1, *shape))}), now=1.0)
         label = f"w [{'×'.join(map(str, shape))}]" if shape else "w"
-        assert f"│ {label} " in text(_layout.table(made.view(now=1.0), 72))
+        assert f"│ {label} " in text(_render.table(made.view(now=1.0), 72))
 
 
 def test_nothing_is_shown_before_a_run_begins():

@@ -1,4 +1,4 @@
-"""What the console shows, as numbers: the last values of every key, their history, and how fast they come."""
+"""The numbers that the console shows: the last values of every key, their history, and their rate."""
 
 import collections
 import dataclasses
@@ -16,12 +16,12 @@ from lox._data._logdict import logdict
 from lox.loggers._files._rows import leaf_by_leaf
 from lox.loggers._run import Run
 
-_POINTS = 64  # of a history; then neighbours are averaged
+_POINTS = 64  # of a history; beyond, neighbours are averaged
 _WINDOW = 10.0  # seconds over which the rate is measured
 
 
 class History:
-    """A series of any length in few points: when there are too many, each becomes the mean of two."""
+    """A series of any length in a few points: when there are too many, pairs of them are averaged."""
 
     def __init__(self) -> None:
         self.stride = 1
@@ -29,7 +29,7 @@ class History:
         self._rest = np.zeros(0)
 
     def add(self, values: np.ndarray) -> None:
-        """Append values."""
+        """Add values at the end."""
         rest = np.concatenate([self._rest, values])
         whole = len(rest) // self.stride * self.stride
         self._points = np.concatenate([self._points, rest[:whole].reshape(-1, self.stride).mean(1)])
@@ -43,13 +43,13 @@ class History:
 
     @property
     def points(self) -> list[float]:
-        """The series, the unfinished last point included."""
+        """The series, including the unfinished last point."""
         tail = [float(self._rest.mean())] if len(self._rest) else []
         return [*self._points.tolist(), *tail]
 
 
 class Track:
-    """One key."""
+    """What is known of one key."""
 
     def __init__(self) -> None:
         self.last: dict[int, float] = {}  # by run
@@ -61,7 +61,7 @@ class Track:
 
 @dataclasses.dataclass(frozen=True)
 class KeyView:
-    """What is shown of a key; the statistics are over runs, without those whose value is no number."""
+    """What is shown of a key; the statistics are over runs with a finite value."""
 
     key: str
     mean: float
@@ -78,7 +78,7 @@ class KeyView:
 
 @dataclasses.dataclass(frozen=True)
 class BoardView:
-    """What is shown, at one moment."""
+    """What is shown at one moment."""
 
     runs: tuple[str, ...]
     keys: tuple[KeyView, ...]
@@ -90,7 +90,7 @@ class BoardView:
 
 
 class Board:
-    """Follows the events of all runs of a logger. Written by one thread, read by another."""
+    """Follows the events of all runs of a logger. One thread writes, another reads."""
 
     def __init__(self, totals: Mapping[str, float] | None = None, now: float | None = None):
         self._totals = dict(totals or {})
@@ -103,7 +103,7 @@ class Board:
         self._lock = threading.Lock()
 
     def add_run(self, run: Run) -> None:
-        """Show a run."""
+        """Add a run to those shown."""
         with self._lock:
             self._runs[run.id] = run.name
 
@@ -115,9 +115,9 @@ class Board:
             flat = leaf_by_leaf(logs)
             for key, values in flat.items():
                 self._update_key(ids, key, _in_numbers(values), flat.valid.get(key))
-                for name, of in flat.steps.items():
-                    if key in of:
-                        self._update_step(ids, name, of[key], flat.valid.get(key))
+                for name, by_key in flat.steps.items():
+                    if key in by_key:
+                        self._update_step(ids, name, by_key[key], flat.valid.get(key))
             self._recent.append((now, self._events - before))
             while self._recent and self._recent[0][0] < now - _WINDOW:
                 self._recent.popleft()
@@ -131,38 +131,37 @@ class Board:
         if valid is not None:
             numbers = np.where(valid.reshape(valid.shape + (1,) * (values.ndim - valid.ndim)), numbers, np.nan)
             valid = valid.reshape(*valid.shape[:2], -1).any(2)
-        happened = np.ones(numbers.shape[:2], bool) if valid is None else valid
         numbers = numbers.reshape(*numbers.shape[:2], -1)
-        # An array is shown by its mean; if it is masked, by that of what happened.
+        # An array is shown by its mean, without invalid lanes.
         numbers = numbers.mean(2) if valid is None else _mean(numbers, ~np.isnan(numbers), 2)
+        valid = np.ones(numbers.shape, bool) if valid is None else valid
         for lane, number in enumerate(ids):
-            slots = np.flatnonzero(happened[lane])
+            slots = np.flatnonzero(valid[lane])
             if len(slots):
                 track.last[number] = float(numbers[lane, slots[-1]])
-        some = happened.any(0)
-        track.history.add(_mean(numbers, happened, 0)[some])
-        track.events += int(happened.sum())
-        self._events += int(happened.sum())
+        track.history.add(_mean(numbers, valid, 0)[valid.any(0)])
+        track.events += int(valid.sum())
+        self._events += int(valid.sum())
 
     def _update_step(self, ids: list[int], name: str, steps: np.ndarray, valid: np.ndarray | None) -> None:
-        known = self._steps.setdefault(name, {})
+        last = self._steps.setdefault(name, {})
         steps = steps.astype(np.float64).reshape(*steps.shape[:2], -1).max(2)
         for lane, number in enumerate(ids):
-            happened = steps[lane]
+            lane_steps = steps[lane]
             if valid is not None:
-                happened = happened[valid[lane].reshape(len(happened), -1).any(1)]
-            if len(happened):
-                known[number] = float(happened[-1])
+                lane_steps = lane_steps[valid[lane].reshape(len(lane_steps), -1).any(1)]
+            if len(lane_steps):
+                last[number] = float(lane_steps[-1])
 
     def view(self, now: float | None = None) -> BoardView:
-        """What there is to show now."""
+        """Return what to show now."""
         with self._lock:
             now = time.monotonic() if now is None else now
             recent = [(t, n) for t, n in self._recent if t >= now - _WINDOW]
             span = now - max(self._started, now - _WINDOW)
-            steps = {name: float(np.mean(list(of.values()))) for name, of in self._steps.items() if of}
+            steps = {name: float(np.mean(list(last.values()))) for name, last in self._steps.items() if last}
             progress = [
-                # Steps count from 0: after step 9 of 10 all is done.
+                # Steps count from 0: after step 9, 10 are done.
                 (name, min(steps[name] + 1, total) if name in steps else 0.0, total)
                 for name, total in self._totals.items()
             ]
@@ -177,13 +176,12 @@ class Board:
             )
 
 
-def _mean(x: np.ndarray, where: np.ndarray, axis: int) -> np.ndarray:
-    count = where.sum(axis)
-    return np.where(where, x, 0.0).sum(axis) / np.maximum(count, 1)
+def _mean(x: np.ndarray, valid: np.ndarray, axis: int) -> np.ndarray:
+    return np.where(valid, x, 0.0).sum(axis) / np.maximum(valid.sum(axis), 1)
 
 
 def _in_numbers(values: Any) -> np.ndarray:
-    """Histograms are shown by the mean of what they count, pictures by their brightness."""
+    """Show a histogram by its mean, a picture by its brightness."""
     if isinstance(values, Histogram):
         return np.asarray(values.mean)
     return values.pixels if isinstance(values, Image) else values

@@ -1,11 +1,11 @@
-"""`ConsoleLogger`: what a run is doing, while it is doing it."""
+"""`ConsoleLogger`: shows runs on the console while they are going on."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lox import _errors
 from lox._data._logdict import logdict
-from lox.loggers._console import _render as _layout
+from lox.loggers._console import _render
 from lox.loggers._console._board import Board
 from lox.loggers._console._screen import screen_of
 from lox.loggers._logger import Logger
@@ -13,7 +13,7 @@ from lox.loggers._run import Run
 
 
 class ConsoleLogger(Logger):
-    """Shows a live table of all keys: the last value, over several runs mean, spread and range, and the trend.
+    """Shows a live table of all keys: last value and trend; for several runs, mean, spread and range of last values.
 
     >>> import jax, jax.numpy as jnp, lox
     >>> def train(x):
@@ -27,15 +27,15 @@ class ConsoleLogger(Logger):
     0:00 run 42 | step 0/10 (10%, eta 0:00) | train/x 8
     0:00 run 42 | step 9/10 (100%, done) | train/x 0.01562
 
-    Keys are grouped by what stands before their last slash. What the program prints meanwhile appears above the table;
-    when the logger is closed, by an exception or Ctrl-C too, the last table stays and the terminal is as it was. If
-    the output goes to a file or a pipe there is a line now and then instead, as above. Arrays and histograms are shown
-    by their mean, pictures by their brightness.
+    Keys are grouped by the part before their last slash. What the program prints meanwhile appears above the table.
+    When the logger is closed, also by an exception or Ctrl-C, the last table stays and the terminal is restored. If the
+    output goes to a file or a pipe, there is a line now and then instead, as above. Arrays and histograms are shown by
+    their mean, pictures by their brightness.
 
     Args:
         progress: Totals of steps, such as `{"step": 10_000}`: each gets a progress bar with the time left.
-        every: Seconds between two lines, if the output is not a terminal.
-        console: A `rich.console.Console` to draw on, instead of the standard output.
+        every: Seconds between lines, if the output is not a terminal.
+        console: The `rich.console.Console` to draw on, instead of the standard output.
     """
 
     patient = False
@@ -56,29 +56,29 @@ class ConsoleLogger(Logger):
         self._board: Board | None = None
 
     def picture(self, width: int, height: int) -> Any:
-        """The table, for `rich` to print."""
+        """Return the table, for `rich` to print."""
         assert self._board is not None
-        return _layout.table(self._board.view(), width, height)
+        return _render.table(self._board.view(), width, height)
 
     def line(self) -> str:
-        """The same in one line."""
+        """Return the same in one line."""
         assert self._board is not None
-        return _layout.line(self._board.view())
+        return _render.line(self._board.view())
 
     def open(self, run: Run) -> None:
-        """Begin to show."""
+        """Show a run."""
         if self._board is None:
             self._board = Board(self._totals)
         self._board.add_run(run)
         screen_of(self._console).show(self)
 
     def write_lanes(self, runs: list[Run], logs: logdict) -> None:
-        """Take events of all runs."""
+        """Show events of several runs."""
         assert self._board is not None
         self._board.update(runs, logs)
         screen_of(self._console).changed(self)
 
     def finish(self, run: Run) -> None:
-        """Leave the last state on the screen."""
+        """Stop, and leave the last state on the screen."""
         del run
         screen_of(self._console).remove(self)

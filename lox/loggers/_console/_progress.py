@@ -1,8 +1,8 @@
 """`lox.progress`: progress bars for loops inside compiled programs.
 
-The loop carries a counter, and the count at which to call the host next. The host answers each call with that count,
-by the speed it has measured: so it is called some ten times a second, whether an iteration takes a nanosecond or a
-minute. All lanes of a vmap share one bar.
+The loop carries a counter, and the count at which to call the host next. The host answers each call with the next such
+count, from the speed it has measured, so it is called about ten times a second, whether an iteration takes a
+nanosecond or a minute. All lanes of a vmap share one bar.
 """
 
 import functools
@@ -20,11 +20,11 @@ from jax.interpreters import batching, mlir
 
 from lox import _compat, _errors
 from lox._data import _sites
-from lox.loggers._console import _render as _layout
+from lox.loggers._console import _render
 from lox.loggers._console._screen import screen_of
 
-_PERIOD = 0.1  # seconds between two calls of the host
-_UNKNOWN = -1  # the total of a loop whose length nobody knows
+_PERIOD = 0.1  # seconds between host calls
+_UNKNOWN = -1  # the total of a loop of unknown length
 
 _numbers = itertools.count()
 _active: set[int] = set()  # bars on any screen
@@ -44,18 +44,18 @@ class _Bar:
         return time.monotonic() - self.started
 
     def picture(self, width: int, height: int) -> Any:
-        """For a terminal."""
+        """Return the bar for a terminal."""
         del height
-        return _layout.bar_row(self.owner.name, self.done, self.total, self.elapsed, min(width, 100))
+        return _render.bar_row(self.owner.name, self.done, self.total, self.elapsed, min(width, 100))
 
     def line(self) -> str:
-        """For a file or a pipe."""
-        count = _layout.number(self.done, True)
+        """Return a line for a file or a pipe."""
+        count = _render.number(self.done, True)
         if self.total is None:
-            return f"{self.owner.name} {count}, {_layout.duration(self.elapsed)}"
+            return f"{self.owner.name} {count}, {_render.duration(self.elapsed)}"
         share = f"{self.done / self.total:.0%}" if self.total else "100%"
-        left = _layout.remaining(self.done, self.total, self.elapsed)
-        return f"{self.owner.name} {share}, {count}/{_layout.number(self.total, True)}, {left}"
+        left = _render.remaining(self.done, self.total, self.elapsed)
+        return f"{self.owner.name} {share}, {count}/{_render.number(self.total, True)}, {left}"
 
 
 class progress:
@@ -71,17 +71,17 @@ class progress:
     >>> y = train(1.0)  # doctest: +SKIP
     progress ━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━  42%  420/1,000  4.2kit/s  eta 0:00
 
-    It has the loops of `jax.lax`, with their arguments: `scan`, `fori_loop` and `while_loop`. The host is called some
-    ten times a second, however fast the loop is. All lanes of a `vmap` share one bar. Bars of loops inside of loops go
-    away when they are full. The bar of a loop that was aborted goes away when the loop begins anew, or at the end of a
+    It has the loops of `jax.lax`, with the same arguments: `scan`, `fori_loop` and `while_loop`. The host is called
+    about ten times a second, however fast the loop is. All lanes of a `vmap` share one bar. Bars of inner loops
+    disappear when they are full. The bar of an aborted loop disappears when the loop starts again, or at the end of a
     block `with lox.progress(1000) as bar: ...`.
 
     Args:
-        total: How many iterations there will be. `scan` and `fori_loop` know it themselves; without it, the bar of a
-            `while_loop` is just a counter.
-        name: What stands before the bar.
-        every: Seconds between two lines, if the output is not a terminal.
-        console: A `rich.console.Console` to draw on, instead of the standard output.
+        total: The number of iterations. `scan` and `fori_loop` know it themselves; without it, a `while_loop` has a
+            counter instead of a bar.
+        name: The text before the bar.
+        every: Seconds between lines, if the output is not a terminal.
+        console: The `rich.console.Console` to draw on, instead of the standard output.
     """
 
     def __init__(self, total: int | None = None, name: str = "progress", every: float = 10.0, console: Any = None):
@@ -133,7 +133,7 @@ class progress:
         return carry
 
     def while_loop(self, cond_fun: Callable[..., Any], body_fun: Callable[..., Any], init_val: Any) -> Any:
-        """`jax.lax.while_loop` with a bar, if a total was given, or else a counter."""
+        """`jax.lax.while_loop` with a bar if a total was given, else with a counter."""
 
         @functools.wraps(body_fun)
         def body(carry: Any) -> Any:
@@ -146,7 +146,7 @@ class progress:
         self._end(bar)
         return carry
 
-    # --- inside the program: (number of the bar, count, count at which to call next) ---
+    # --- inside the program: (number of the bar, count, count of the next call) ---
 
     def _begin(self, total: Any) -> Any:
         with _compat.own_transfers():
@@ -169,7 +169,7 @@ class progress:
     # --- on the host ---
 
     def _tick(self, kind: str, number: int, count: int) -> tuple[int, int]:
-        """Take a call; returns the number of the bar and the count at which to call again."""
+        """Handle a call; return the number of the bar and the count of the next call."""
         with self._lock:
             if kind == "begin":
                 return self._open(total=number), 1
@@ -179,17 +179,17 @@ class progress:
             bar.done = max(bar.done, count)
             if kind == "end":
                 if bar.total is not None:
-                    bar.total = bar.done  # a `while_loop` may be done before its time
-                self._close(number, keep=len(_active) == 1)  # of loops inside loops, the outermost stays on the screen
+                    bar.total = bar.done  # a `while_loop` may end early
+                self._close(number, keep=len(_active) == 1)  # of nested loops, the outermost stays on the screen
                 return number, 0
             screen_of(self._console).changed(bar)
             speed = bar.done / max(bar.elapsed, 1e-6)
             ahead = min(max(1, int(speed * _PERIOD)), np.iinfo(np.int32).max - count)
-            # Twice as far at most: the first iterations say little about the speed of the others.
+            # At most double the count: the first iterations say little about the speed of the others.
             return number, count + min(ahead, max(count, 1))
 
     def _open(self, total: int) -> int:
-        for old in list(self._bars):  # of the same loop: it was aborted, or is an inner one that begins anew
+        for old in list(self._bars):  # of the same loop, which was aborted, or is an inner one that starts again
             self._close(old, keep=False)
         number = next(_numbers)
         bar = self._bars[number] = _Bar(self, total)
@@ -202,7 +202,7 @@ class progress:
         screen_of(self._console).remove(self._bars.pop(number), keep)
 
     def close(self) -> None:
-        """Remove the bar, for instance of a loop that was aborted."""
+        """Remove the bar, for instance that of an aborted loop."""
         with self._lock:
             for number in list(self._bars):
                 self._close(number)
@@ -213,7 +213,7 @@ class progress:
     def __exit__(self, *_: Any) -> None:
         try:
             jax.effects_barrier()
-        finally:  # it raises what callbacks of the loop have raised, on a GPU
+        finally:  # on a GPU, the barrier raises what callbacks of the loop have raised
             self.close()
 
 
@@ -266,7 +266,7 @@ mlir.register_lowering(tick_p, mlir.lower_fun(_when_due, multiple_results=True))
 
 
 def _batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
-    # One bar for all lanes. Were the condition inside a `cond` of JAX's, vmap would turn it into a call per iteration.
+    # One bar for all lanes. With a `cond` in place of `tick_p`, vmap would call the host in every iteration.
     del axis_data
     shared = [x if d is None else jnp.max(x, d) for x, d in zip(operands, dims, strict=True)]
     return tick_p.bind(*shared, **params), [None, None]

@@ -1,7 +1,7 @@
-"""The console's picture: from numbers to text, with no terminal involved.
+"""Turns the console's numbers into text, without a terminal.
 
-`table` makes the live display, `line` what stands in its place where there is no terminal. `rich` is imported when
-something is drawn, not when lox is.
+`table` makes the live display, `line` its replacement where there is no terminal. `rich` is imported when something is
+drawn, not with lox.
 """
 
 import itertools
@@ -15,7 +15,7 @@ _TREND = 20  # columns
 
 
 def number(x: float, is_integer: bool = False) -> str:
-    """Four digits, or an integer with its thousands apart."""
+    """Format with four digits, or an integer with separated thousands."""
     if not math.isfinite(x):
         return str(x)
     if is_integer and x == round(x) and abs(x) < 1e15:
@@ -24,7 +24,7 @@ def number(x: float, is_integer: bool = False) -> str:
 
 
 def sparkline(values: tuple[float, ...] | list[float], width: int = _TREND) -> str:
-    """A curve in one line; a dot stands for NaN."""
+    """Draw a curve in one line of text, with a dot for NaN."""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         parts = [values[a:b] for a, b in itertools.pairwise(edges)]
@@ -43,29 +43,29 @@ def sparkline(values: tuple[float, ...] | list[float], width: int = _TREND) -> s
 
 
 def duration(seconds: float) -> str:
-    """`1:02:03`, `2:03`."""
+    """Format as `1:02:03` or `2:03`."""
     minutes, rest = divmod(int(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def rate(per_second: float, unit: str = "") -> str:
-    """`1.2k/s`."""
-    for size, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    """Format as `1.2k/s`."""
+    for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if per_second >= size:
-            return f"{per_second / size:.1f}{sign}{unit}/s"
+            return f"{per_second / size:.1f}{prefix}{unit}/s"
     return f"{per_second:.0f}{unit}/s" if per_second >= 10 else f"{per_second:.1f}{unit}/s"
 
 
 def remaining(done: float, total: float, elapsed: float) -> str:
-    """The time that is left if it goes on like this."""
+    """Estimate the time left from the speed so far."""
     if done >= total:
         return "done"
     return f"eta {duration(elapsed * (total - done) / done)}" if done > 0 and elapsed > 0 else "eta -:--"
 
 
 def title(view: BoardView) -> str:
-    """Which runs these are."""
+    """Name the run, or count the runs."""
     names = list(dict.fromkeys(view.runs))
     if len(view.runs) == 1:
         return f"run {_short(names[0])}"
@@ -78,15 +78,15 @@ def _short(name: str, width: int = 40) -> str:
 
 
 def sections(keys: tuple[KeyView, ...]) -> dict[str, list[KeyView]]:
-    """Keys by what stands before their last slash; those without one come first."""
-    found: dict[str, list[KeyView]] = {"": []}
+    """Group keys by the part before their last slash; those without a slash come first."""
+    groups: dict[str, list[KeyView]] = {"": []}
     for view in keys:
-        found.setdefault(view.key.rpartition("/")[0], []).append(view)
-    return {name: views for name, views in found.items() if views}
+        groups.setdefault(view.key.rpartition("/")[0], []).append(view)
+    return {name: views for name, views in groups.items() if views}
 
 
 def line(view: BoardView, many: int = 8) -> str:
-    """Everything in one line."""
+    """Format everything in one line."""
     parts = [f"{duration(view.elapsed)} {title(view)}"]
     totals = {name: total for name, _, total in view.progress}
     for name, value in view.steps:
@@ -106,7 +106,7 @@ def line(view: BoardView, many: int = 8) -> str:
 
 
 def bar(done: float, total: float, width: int) -> Any:
-    """A progress bar in characters that every font has."""
+    """Draw a progress bar with characters that every font has."""
     from rich.text import Text
 
     share = min(max(done / total, 0.0), 1.0) if total > 0 else 1.0
@@ -120,7 +120,7 @@ def bar(done: float, total: float, width: int) -> Any:
 
 
 def bar_row(name: str, done: float, total: float | None, elapsed: float, width: int) -> Any:
-    """One bar with its name, share, count, speed and the time that is left."""
+    """Draw a bar with its name, share, count, speed and the time left."""
     from rich.text import Text
 
     speed = rate(done / elapsed, "it") if elapsed > 0 else ""
@@ -138,7 +138,7 @@ def bar_row(name: str, done: float, total: float | None, elapsed: float, width: 
 
 
 def table(view: BoardView, width: int = 100, height: int | None = None) -> Any:
-    """The live display: keys in sections, bars below; what does not fit is counted."""
+    """Draw the live display: keys in sections, bars below; keys that do not fit are counted."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text

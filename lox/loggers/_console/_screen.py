@@ -1,8 +1,8 @@
-"""The terminal, shared by everything of lox that draws on it.
+"""The terminal, shared by everything in lox that draws on it.
 
-There is one live display per console, which shows all parts below each other; `rich` sends what the program prints
-meanwhile above it. Where there is no terminal, or somebody else's live display is on it, parts are plain lines at a
-slow rate instead. Drawing happens on `rich`'s own thread or where an event is handled, never in JAX.
+Each console has one live display with all parts one below the other; `rich` puts what the program prints above it.
+Without a terminal, or if the program has a live display of its own, parts print plain lines at a slow rate instead.
+Drawing happens on `rich`'s own thread or where an event is handled, never in JAX.
 """
 
 import math
@@ -14,17 +14,17 @@ _PER_SECOND = 8
 
 
 class Part(Protocol):
-    """Something to show."""
+    """Something to show on a screen."""
 
     every: float  # seconds between plain lines
-    patient: bool  # whether the first of them can wait as long
+    patient: bool  # whether the first line can wait that long too
 
     def picture(self, width: int, height: int) -> Any:
-        """For a terminal: something that `rich` can print."""
+        """Return something that `rich` can print, for a terminal."""
         ...
 
     def line(self) -> str:
-        """For a file or a pipe."""
+        """Return a line, for a file or a pipe."""
         ...
 
 
@@ -47,14 +47,14 @@ class Screen:
                 self._start()
 
     def changed(self, part: Part) -> None:
-        """A part has something new to show: a live display finds out by itself, lines are due now and then."""
+        """Print a line for a part with something new, if one is due; a live display refreshes itself."""
         with self._lock:
             waiting = self._live is None and part in self._parts
             if waiting and time.monotonic() - self._printed[id(part)][0] >= part.every:
                 self._print_line(part)
 
     def remove(self, part: Part, keep: bool = True) -> None:
-        """Show a part no longer; its last state stays on the screen, unless it need not be kept."""
+        """Stop showing a part; with `keep`, its last state stays on the screen."""
         with self._lock:
             if part not in self._parts:
                 return
@@ -93,7 +93,7 @@ class Screen:
         )
         try:
             live.start()
-        except LiveError:  # the program has a live display of its own: then ours are lines above it
+        except LiveError:  # the program has a live display of its own: print lines above it
             return
         self._live = live
 
@@ -105,7 +105,7 @@ class Screen:
     def _picture(self) -> Any:
         from rich.console import Group
 
-        # Without the lock: whoever stops the display holds it and waits for this thread.
+        # Without the lock, which is held by whoever stops the display and waits for this thread.
         size = self._console.size
         parts = list(self._parts)
         return Group(*[part.picture(size.width, size.height // max(len(parts), 1)) for part in parts])
@@ -116,7 +116,7 @@ _lock = threading.Lock()
 
 
 def screen_of(console: Any = None) -> Screen:
-    """The screen of a console; by default the one that `rich` prints to."""
+    """Return the screen of a console, by default the one that `rich` prints to."""
     if console is None:
         import rich
 

@@ -28,14 +28,13 @@ class CsvLogger(FileLogger):
 
     A cell is empty if the event does not have that key. NaN is `nan`. An array is a JSON list in one cell; a pytree has
     a column per leaf, such as `stats['mean']`. A `lox.Histogram` is a JSON object of its bins, mean and spread, a
-    `lox.Image` the name of a PNG file in `42.media/`. Where a key and a step have the same name, the second of the two
+    `lox.Image` the name of a PNG file in `42.media/`. If a key and a step have the same name, the one that comes second
     is called `step [key]` or `step [step]`.
 
-    A key that comes late needs a new column, hence a new header: the file is written anew beside the old one and takes
-    its place when it is complete. So the table stays one that any program can read, and a crash leaves either the old
-    or the new one. That costs a copy of the file per set of new keys, which is few in practice: with thousands of keys
-    that come one by one, take `JsonlLogger`. An existing file is left alone: the run is then called `42.1`. What `init`
-    got as config is in `42.csv.config.json`.
+    A new key needs a new column and so a new header: a new file is written next to the old one and replaces it when it
+    is complete. Any program can read the table at any time, and a crash leaves either the old file or the new one. This
+    costs a copy of the file per set of new keys; with thousands of keys that come one by one, use `JsonlLogger`.
+    Existing files are left alone: the run is then called `42.1`. The config given to `init` is in `42.csv.config.json`.
 
     Args:
         path: The folder; it is created with the first run.
@@ -44,41 +43,41 @@ class CsvLogger(FileLogger):
     suffix = ".csv"
 
     def write(self, run: Run, logs: logdict) -> None:
-        """One row per event."""
-        file: RunFile = run.resource
+        """Add one row per event."""
+        run_file: RunFile = run.resource
         picture = functools.partial(self.save_picture, run)
-        table = [_cells(file, steps, values) for steps, values in rows(leaf_by_leaf(logs), picture)]
-        new = list(dict.fromkeys(column for row in table for column in row if column not in file.columns))
+        table = [_cells(run_file, steps, values) for steps, values in rows(leaf_by_leaf(logs), picture)]
+        new = list(dict.fromkeys(column for row in table for column in row if column not in run_file.columns))
         if new:
-            self._widen(run, [*file.columns, *new])
+            self._widen(run, [*run_file.columns, *new])
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([row.get(c, "") for c in file.columns] for row in table)
+        csv.writer(text, lineterminator="\n").writerows([row.get(c, "") for c in run_file.columns] for row in table)
         self.append(run, text.getvalue())
 
     def _widen(self, run: Run, columns: list[str]) -> None:
-        file: RunFile = run.resource
-        self.forget(run)
-        beside = file.path.with_name(f".{file.path.name}.new")
+        run_file: RunFile = run.resource
+        self.open_files.close(run_file.file)
+        wider = run_file.file.with_name(f".{run_file.file.name}.new")
         options: dict[str, Any] = dict(encoding="utf-8", errors="backslashreplace", newline="")
         try:
-            with open(file.path, **options) as old, open(beside, "w", **options) as new:
+            with open(run_file.file, **options) as old, open(wider, "w", **options) as new:
                 writer = csv.writer(new, lineterminator="\n")
                 writer.writerow(columns)
-                before = csv.reader(old)
-                next(before, None)
-                writer.writerows(row + [""] * (len(columns) - len(row)) for row in before)
+                rows_before = csv.reader(old)
+                next(rows_before, None)
+                writer.writerows(row + [""] * (len(columns) - len(row)) for row in rows_before)
                 new.flush()
                 os.fsync(new.fileno())
-            os.replace(beside, file.path)
+            os.replace(wider, run_file.file)
         except BaseException:
-            beside.unlink(missing_ok=True)
+            wider.unlink(missing_ok=True)
             raise
-        file.columns = columns
+        run_file.columns = columns
 
 
-def _cells(file: RunFile, steps: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    cells = {file.labels.of("step", name): _cell(x) for name, x in steps.items()}
-    return cells | {file.labels.of("key", key): _cell(x) for key, x in values.items()}
+def _cells(run_file: RunFile, steps: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    cells = {run_file.labels.of("step", name): _cell(x) for name, x in steps.items()}
+    return cells | {run_file.labels.of("key", key): _cell(x) for key, x in values.items()}
 
 
 def _cell(value: Any) -> Any:

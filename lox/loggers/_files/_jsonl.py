@@ -20,10 +20,10 @@ class JsonlLogger(FileLogger):
     {"step": 0, "loss": 0.5, "xs": [1, 2]}
 
     Arrays are lists, pytrees objects. Every line is valid JSON: NaN and infinities are the strings `"NaN"`,
-    `"Infinity"` and `"-Infinity"`. Keys may come and go. A step and a key of the same name stay apart: the second of
-    the two becomes `"step [step]"` or `"step [key]"`. Files are only appended to, and an existing one is left alone:
+    `"Infinity"` and `"-Infinity"`. Keys may come and go. If a key and a step have the same name, the one that comes
+    second is called `"step [step]"` or `"step [key]"`. Files are only appended to, and existing ones are left alone:
     the run is then called `42.1`. A `lox.Histogram` is an object of its bins, mean and spread, a `lox.Image` the name
-    of a PNG file in `42.media/`. What `init` got as config is in `42.jsonl.config.json`.
+    of a PNG file in `42.media/`. The config given to `init` is in `42.jsonl.config.json`.
 
     Args:
         path: The folder; it is created with the first run.
@@ -32,7 +32,7 @@ class JsonlLogger(FileLogger):
     suffix = ".jsonl"
 
     def write(self, run: Run, logs: logdict) -> None:
-        """One line per event."""
+        """Add one line per event."""
         label = run.resource.labels.of
         lines = []
         for steps, values in rows(logs, functools.partial(self.save_picture, run)):

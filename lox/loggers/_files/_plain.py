@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import IO, Any, TextIO
+from collections.abc import Callable
+from typing import IO, Any
 
 import numpy as np
 
@@ -16,21 +17,58 @@ from lox.loggers._files._rows import Labels, strict_json
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run
 
-_MANY = 64  # files open at once: there may be more runs than the system allows open files
+_MAX_OPEN = 64
 
 
 def folder(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The directory that a user has named; absolute, because the working directory may change."""
+    """Check the name of a folder, and make it absolute because the working directory may change."""
     if not isinstance(path, str | os.PathLike):
         raise _errors.LogTypeError(f"`path` is {path!r}; it must be the name of a folder.")
     return pathlib.Path(path).absolute()
 
 
-class RunFile:
-    """The file of one run."""
+def create_for(run: Run, create: Callable[[str], None]) -> None:
+    """Create something named after the run; if the name is taken, 42 becomes 42.1."""
+    name, attempt = run.name, 0
+    while True:
+        try:
+            return create(run.name)
+        except FileExistsError:
+            attempt += 1
+            run.name = f"{name}.{attempt}"
 
-    def __init__(self, path: pathlib.Path):
-        self.path = path
+
+class OpenFiles(collections.OrderedDict[pathlib.Path, IO[Any]]):
+    """The files used last, kept open: there may be more runs than the system allows open files."""
+
+    def __init__(self, **options: Any):
+        super().__init__()
+        self._options = options  # of `open`
+
+    def use(self, name: pathlib.Path) -> IO[Any]:
+        """Open a file, unless it is open."""
+        self[name] = file = self.pop(name, None) or open(name, **self._options)  # noqa: SIM115
+        while len(self) > _MAX_OPEN:
+            self.popitem(last=False)[1].close()
+        return file
+
+    def close(self, name: pathlib.Path) -> None:
+        """Close a file, if it is open."""
+        if name in self:
+            self.pop(name).close()
+
+    def commit(self) -> None:
+        """Ask the system to put everything on disk."""
+        for file in self.values():
+            file.flush()
+            _put_on_disk(file)
+
+
+class RunFile:
+    """The file of one run, with the names of its columns."""
+
+    def __init__(self, file: pathlib.Path):
+        self.file = file
         self.labels = Labels()
         self.columns: list[str] = []
 
@@ -42,75 +80,50 @@ class FileLogger(Logger):
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = folder(path)
-        self._open_files: collections.OrderedDict[pathlib.Path, TextIO] = collections.OrderedDict()
+        self.open_files = OpenFiles(mode="a", encoding="utf-8", errors="backslashreplace", newline="")
 
     def open(self, run: Run) -> None:
-        """Create the file; if the name is taken, 42 becomes 42.1. The config goes to a file beside it."""
+        """Create the file; if the name is taken, 42 becomes 42.1. The config goes to a file next to it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        name, attempt = run.name, 0
-        while True:
-            try:
-                # Exclusively, so that two processes never write to the same file.
-                file = open(self.path / (run.name + self.suffix), "x", encoding="utf-8", newline="")  # noqa: SIM115
-                break
-            except FileExistsError:
-                attempt += 1
-                run.name = f"{name}.{attempt}"
+        # `touch` fails if the file exists, so that two processes never write to the same one.
+        create_for(run, lambda name: (self.path / (name + self.suffix)).touch(exist_ok=False))
         run.resource = RunFile(self.path / (run.name + self.suffix))
-        self._keep_open(run.resource.path, file)
         if run.config:
             config = json.dumps(strict_json(run.config), indent=2)
             (self.path / f"{run.name}{self.suffix}.config.json").write_text(config + "\n", encoding="utf-8")
 
     def append(self, run: Run, text: str) -> None:
         """Add text to the run's file, so that others see it at once."""
-        path = run.resource.path
-        file = self._open_files.pop(path, None)
-        if file is None:
-            file = open(path, "a", encoding="utf-8", errors="backslashreplace", newline="")  # noqa: SIM115
-        self._keep_open(path, file)
+        file = self.open_files.use(run.resource.file)
         file.write(text)
         file.flush()
 
     def save_picture(self, run: Run, pixels: np.ndarray) -> str:
-        """Put a picture in a file of its own, named after its content; returns where, relative to the run's file."""
+        """Write a picture to a file named after its content; return its name, relative to the run's file."""
         data = png(pixels.astype(np.uint8, copy=False))
-        path = self.path / f"{run.name}.media" / f"{hashlib.sha256(data).hexdigest()[:16]}.png"
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(data)
-        return path.relative_to(self.path).as_posix()
-
-    def _keep_open(self, path: pathlib.Path, file: TextIO) -> None:
-        self._open_files[path] = file
-        while len(self._open_files) > _MANY:
-            self._open_files.popitem(last=False)[1].close()
-
-    def forget(self, run: Run) -> None:
-        """Close the run's file, if it is open."""
-        file = self._open_files.pop(run.resource.path, None)
-        if file is not None:
-            file.close()
+        file = self.path / f"{run.name}.media" / f"{hashlib.sha256(data).hexdigest()[:16]}.png"
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(data)
+        return file.relative_to(self.path).as_posix()
 
     def commit(self) -> None:
         """Ask the system to put everything on disk."""
-        for file in self._open_files.values():
-            file.flush()
-            put_on_disk(file)
+        self.open_files.commit()
 
     def finish(self, run: Run) -> None:
         """Close the file."""
-        self.forget(run)
+        self.open_files.close(run.resource.file)
 
 
-# What is said where there is no disk to put it on: then the data has been handed over, and that is all there is.
-_CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+# Errors of `fsync` on what is not on a disk, such as a pipe: there is nothing more to do.
+_NO_DISK = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
-def put_on_disk(file: IO[Any]) -> None:
-    """Ask the system to put on disk what was written. A disk that is full or broken may say so only now."""
+def _put_on_disk(file: IO[Any]) -> None:
+    """Sync a file. A disk that is full or broken may report it only now."""
     try:
         os.fsync(file.fileno())
     except OSError as error:
-        if error.errno not in _CANNOT:
+        if error.errno not in _NO_DISK:
             raise

@@ -1,7 +1,7 @@
-"""Logs as rows of plain values: what CSV and JSON can hold.
+"""Logs as rows of plain values, for CSV and JSON.
 
-A row is one event: its steps, and the values of all keys that have the same steps and as many events. Keys that are
-logged together, by one `lox.log`, so stand together.
+A row is one event: its steps, and the values of all keys with the same steps and the same number of events. So keys
+that are logged together are in one row.
 """
 
 import math
@@ -21,58 +21,58 @@ Picture = Callable[[np.ndarray], Any]
 
 
 def is_shown_whole(value: Any) -> bool:
-    """Whether this pytree is one thing to whoever looks at it, not several arrays."""
+    """Tell whether this pytree is shown as one thing, not as several arrays."""
     return isinstance(value, Histogram | Image)
 
 
 def rows(logs: logdict, picture: Picture) -> Iterator[Row]:
-    """The rows of logs that have an event axis, as `Logger.write` gets them.
+    """Yield the rows of logs that have an event axis, as `Logger.write` gets them.
 
-    A histogram is a dict of its bins, mean and spread; what stands for a picture, `picture` makes of its bytes.
+    A histogram becomes a dict of its bins, mean and spread; `picture` turns pixels into what stands for a picture.
     """
     groups: dict[Any, list[str]] = {}
     for key in logs:
         count = len(jax.tree.leaves(logs[key])[0])
-        steps = {name: of[key] for name, of in logs.steps.items() if key in of}
+        steps = {name: by_key[key] for name, by_key in logs.steps.items() if key in by_key}
         same = tuple((name, x.shape, str(x.dtype), x.tobytes()) for name, x in sorted(steps.items()))
         groups.setdefault((count, same), []).append(key)
     for (count, _), keys in groups.items():
-        steps = {name: plain(of[keys[0]]) for name, of in logs.steps.items() if keys[0] in of}
+        steps = {name: plain(by_key[keys[0]]) for name, by_key in logs.steps.items() if keys[0] in by_key}
         columns = {key: _column(logs, key, count, picture) for key in keys}
         for event in range(count):
             yield {name: x[event] for name, x in steps.items()}, {key: x[event] for key, x in columns.items()}
 
 
 def leaf_by_leaf(logs: logdict) -> logdict:
-    """The same logs with a key for every leaf of a pytree: `stats['mean']`. Histograms and pictures are leaves."""
+    """Give every leaf of a pytree a key of its own: `stats['mean']`. Histograms and pictures are leaves."""
     if all(isinstance(x, np.ndarray) or is_shown_whole(x) for x in logs.values()):
         return logs
     flat = logdict()
     for key in logs:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_shown_whole):
-            name = key + jax.tree_util.keystr(path)
-            while name in flat or (path and name in logs):  # a key that looks like a leaf of another
+        for tree_path, leaf in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_shown_whole):
+            name = key + jax.tree_util.keystr(tree_path)
+            while name in flat or (tree_path and name in logs):  # another key looks like this leaf
                 name += " [leaf]"
             flat[name] = leaf
-            for step, of in logs.steps.items():
-                if key in of:
-                    flat.steps.setdefault(step, {})[name] = of[key]
+            for step, by_key in logs.steps.items():
+                if key in by_key:
+                    flat.steps.setdefault(step, {})[name] = by_key[key]
             if key in logs.valid:
                 flat.valid[name] = logs.valid[key]
     return flat
 
 
 def _column(logs: logdict, key: str, count: int, picture: Picture) -> list[Any]:
-    """What a key has in each row."""
+    """Return a key's value in each row."""
     value, valid = logs[key], logs.valid.get(key)
     if isinstance(value, np.ndarray):
         return plain(value, valid)
 
     def at_event(x: Any, event: int) -> Any:
-        mask = None if valid is None else valid[event]
+        lanes_valid = None if valid is None else valid[event]
         if is_shown_whole(x):
-            return _whole(jax.tree.map(lambda a: a[event], x), mask, picture)
-        return plain(x[event], mask)
+            return _whole(jax.tree.map(lambda a: a[event], x), lanes_valid, picture)
+        return plain(x[event], lanes_valid)
 
     return [jax.tree.map(lambda x, n=n: at_event(x, n), value, is_leaf=is_shown_whole) for n in range(count)]
 
@@ -81,15 +81,15 @@ def _whole(x: Any, valid: np.ndarray | None, picture: Picture) -> Any:
     lanes = x.counts.shape[:-1] if isinstance(x, Histogram) else x.pixels.shape[:-3]
     if lanes:
         parts = [jax.tree.map(lambda a, i=i: a[i], x) for i in range(lanes[0])]
-        masks = valid if valid is not None and valid.ndim else [valid] * lanes[0]
-        return [_whole(part, mask, picture) for part, mask in zip(parts, masks, strict=True)]
+        valids = valid if valid is not None and valid.ndim else [valid] * lanes[0]
+        return [_whole(part, v, picture) for part, v in zip(parts, valids, strict=True)]
     if valid is not None and not valid.any():
         return None
     return bins(x) if isinstance(x, Histogram) else picture(x.pixels)
 
 
 def bins(histogram: Histogram) -> dict[str, Any]:
-    """What there is to know, without the empty bins at the ends."""
+    """Return a histogram as plain values, without the empty bins at the ends."""
     filled = np.flatnonzero(histogram.counts)
     first, last = (filled[0], filled[-1] + 1) if len(filled) else (0, 0)
     return {
@@ -102,16 +102,16 @@ def bins(histogram: Histogram) -> dict[str, Any]:
 
 
 def plain(x: np.ndarray, valid: np.ndarray | None = None) -> Any:
-    """An array as Python numbers in lists; None where nothing happened.
+    """Convert an array to lists of Python numbers, with None where there is no event.
 
-    Short floats are written as short as they are: float32(0.1) is 0.1, which reads back as the same float32.
+    Floats stay short: float32(0.1) becomes 0.1, which reads back as the same float32.
     """
     x = np.asarray(x)
     if valid is not None and valid.ndim:
-        return [plain(item, mask) for item, mask in zip(x, valid, strict=True)]
+        return [plain(item, v) for item, v in zip(x, valid, strict=True)]
     if valid is not None and not valid:
         return None
-    small = x.dtype.kind == "V" and jnp.issubdtype(x.dtype, np.integer)  # int4, which NumPy does not know by itself
+    small = x.dtype.kind == "V" and jnp.issubdtype(x.dtype, np.integer)  # such as int4, which is not NumPy's
     if small or x.dtype.kind in "biu" or x.dtype == np.float64:
         return x.tolist()
     if x.ndim > 1:
@@ -125,13 +125,13 @@ def _number(value: Any) -> Any:
     if isinstance(value, np.complexfloating):
         return str(complex(value))
     try:
-        return float(str(value))  # also of the small types that NumPy does not know by itself
+        return float(str(value))  # works for small dtypes that are not NumPy's too
     except ValueError:
         return int(value)
 
 
 def strict_json(value: Any) -> Any:
-    """The same value without what JSON lacks: NaN and infinities become the strings that parsers of floats know."""
+    """Replace what JSON lacks: NaN and infinities become strings that parsers of floats know."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -147,18 +147,18 @@ def strict_json(value: Any) -> Any:
     leaves = jax.tree_util.tree_leaves_with_path(value)
     if len(leaves) == 1 and not leaves[0][0]:
         return repr(value)
-    return {jax.tree_util.keystr(path): strict_json(leaf) for path, leaf in leaves}
+    return {jax.tree_util.keystr(tree_path): strict_json(leaf) for tree_path, leaf in leaves}
 
 
 class Labels:
-    """Names for the columns of one file: a step and a key may have the same name, two columns may not."""
+    """Unique names for the columns of one file, where a step and a key may have the same name."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._labels: dict[tuple[str, str], str] = {}
         self._taken: set[str] = set(taken)
 
     def of(self, kind: str, name: str) -> str:
-        """The column of a step or of a key; whoever comes second to a name has its kind added."""
+        """Return the column of a step or of a key; if its name is taken, the kind is added."""
         label = self._labels.get((kind, name))
         if label is None:
             label = name

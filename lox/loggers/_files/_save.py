@@ -1,4 +1,4 @@
-"""`SaveLogger`: runs on disk."""
+"""`SaveLogger`: saves runs, for `lox.load`."""
 
 import os
 import time
@@ -14,8 +14,8 @@ from lox.loggers._run import Run
 from lox.store import _catalog, _open
 from lox.store._writer import Writer
 
-_EVERY = 0.1  # seconds that events may wait to be written together with others
-_RETRY = 1.0  # seconds after which to try again what the system has refused
+_EVERY = 0.1  # seconds that events may wait to be written together
+_RETRY = 1.0  # seconds before trying again to write what the system has refused
 
 
 class SaveLogger(Logger):
@@ -29,30 +29,28 @@ class SaveLogger(Logger):
     ...
     ...     return jax.lax.scan(step, 0.0, jnp.arange(3))[0]
     >>> directory = tempfile.mkdtemp()
-    >>> keys, lrs = jax.vmap(jax.random.key)(jnp.array([7, 8])), jnp.array([0.5, 1.0])
+    >>> prng_keys, lrs = jax.vmap(jax.random.key)(jnp.array([7, 8])), jnp.array([0.5, 1.0])
     >>> with lox.SaveLogger(directory) as logger:
-    ...     states = jax.vmap(lambda key, lr: logger.init(key, {"lr": lr}))(keys, lrs)  # one run per lane
+    ...     states = jax.vmap(lambda prng_key, lr: logger.init(prng_key, {"lr": lr}))(prng_keys, lrs)  # a run per lane
     ...     w = jax.jit(jax.vmap(lambda state, lr: logger.tap(train, state)(lr)))(states, lrs)
     >>> for run in lox.runs(directory):
     ...     print(run.name, run.config, lox.load(directory, run.name))
     7 {'lr': 0.5} {'loss': [9.0, 2.25, 0.5625]}
     8 {'lr': 1.0} {'loss': [9.0, 0.0, 0.0]}
 
-    Files are only ever appended to. A program that is killed loses at most the last tenth of a second, and nothing
-    that was flushed; other processes can read what is there while it runs, and write to the same directory. Events of
-    all lanes and of a tenth of a second, or of 64 KiB if that comes first, are written together. `lox.load` and
-    `lox.runs` in the same process see everything that was logged before them. The format is that of `lox.store`:
-    Arrow, which pyarrow, polars and DuckDB read too.
+    Files are only appended to. A program that is killed loses at most the last tenth of a second, and nothing that was
+    flushed. Meanwhile other processes can read what is there, and write to the same directory. Events of all lanes are
+    written together, after a tenth of a second or 64 KiB. `lox.load` and `lox.runs` in the same process see everything
+    that was logged before. The format is that of `lox.store`: Arrow, which pyarrow, polars and DuckDB read too.
 
-    If the disk is full, there is a warning and the program goes on. Events wait in memory, up to 256 MB, until they can
-    be written; if they still cannot, `flush` and `close` raise the error.
+    If the disk is full, there is a warning and the program goes on. Up to 256 MB of events wait in memory until they
+    can be written; if they still cannot, `flush` and `close` raise the error.
 
     Args:
         path: The directory; the first run creates it. Several loggers may share one.
-        mode: What to do with a key that has a run there already, of this logger or an earlier one: `"new"` makes
-            another run, `42.1`; `"append"` goes on with the newest; `"overwrite"` replaces it, and with it nothing
-            that lox did not write; `"error"` raises a `lox.RunExistsError`. Short, as for files: `"a"`, `"w"` and
-            `"x"`.
+        mode: What to do if the PRNG key already has a run there: `"new"` makes another run, `42.1`; `"append"` goes on
+            with the newest; `"overwrite"` replaces it, and deletes nothing that lox did not write; `"error"` raises a
+            `lox.RunExistsError`. In short, as for files: `"a"`, `"w"` and `"x"`.
     """
 
     _takes_prng_keys = True
@@ -62,23 +60,23 @@ class SaveLogger(Logger):
         self.mode = _catalog.check_mode(mode)
         self._writer: Writer | None = None
         self._unfinished: set[int] = set()
-        self._due = 0.0  # when to hand what waits to the system
-        self._refused = False  # and known to be so
+        self._due = 0.0  # when to hand waiting events to the system
+        self._refused = False  # whether the user has been warned that the system refuses
 
     def open(self, run: Run) -> None:
         """Begin one run."""
         self.open_lanes([run])
 
     def open_lanes(self, runs: list[Run]) -> None:
-        """Begin runs, and with the first of them the directory."""
+        """Begin runs; the first one creates the directory."""
         if self._writer is None:
             self._writer = Writer(self.path)
             self._writer._warn = self._pipeline.errors.warn
-            # After the writer has registered itself: readers wait for the logger first, and so does the exit.
+            # After the writer has registered itself, so that readers and the exit wait for the logger first.
             _open.register(self.path, self._pipeline.catch_up, self.close)
-        keys = np.stack([run.key for run in runs])
+        words, configs = np.stack([run.key for run in runs]), [run.config or None for run in runs]
         try:
-            numbers = self._writer.open_runs(None, keys, runs[0].impl, [run.config or None for run in runs], self.mode)
+            numbers = self._writer.open_runs(None, words, runs[0].impl, configs, self.mode)
         finally:
             if not self._unfinished and not self._writer.run_names:
                 self._close_writer()
@@ -104,7 +102,7 @@ class SaveLogger(Logger):
             self._keep_for_later(error)
 
     def pause(self) -> None:
-        """Hand over what waits, so that others can read it."""
+        """Hand waiting events to the system, so that others can read them."""
         if self._writer is not None:
             try:
                 self._hand_over()
@@ -117,9 +115,9 @@ class SaveLogger(Logger):
         self._due, self._refused = time.monotonic() + _EVERY, False
 
     def _keep_for_later(self, error: _errors.StoreError) -> None:
-        """What the system refuses the writer keeps: nothing is lost before `flush` or `close` fail too."""
+        """Warn once: the writer keeps what the system refuses, so nothing is lost unless `flush` or `close` fails."""
         if error.errno is None:
-            raise error  # it is something else
+            raise error  # not from the system
         self._due = time.monotonic() + _RETRY
         if not self._refused:
             self._refused = True
@@ -132,7 +130,7 @@ class SaveLogger(Logger):
             self._refused = False
 
     def finish(self, run: Run) -> None:
-        """The last one ends the files."""
+        """End a run; the last one closes the files."""
         self._unfinished.discard(run.id)
         if not self._unfinished:
             self._close_writer()

@@ -1,4 +1,4 @@
-"""`lox.save`: logs to disk at once, without a logger."""
+"""`lox.save`: writes logs to disk at once, without a logger."""
 
 import os
 from collections.abc import Mapping
@@ -34,19 +34,19 @@ def save(
     >>> print(lox.load(directory))
     {'x': [1.0]}
 
-    Works under `jit`, where it writes whenever the program gets there, and under `vmap`: every lane with a key of its
-    own is a run; what lanes have to say of one run is written one lane after the other.
+    Works under `jit`, where it writes when the program gets there, and under `vmap`: every lane with a PRNG key of its
+    own is a run; lanes that share a run are written one after the other.
 
     Dicts, lists, tuples, histograms and images come back as such; other pytrees come back as dicts of their fields.
-    Events that did not happen are left out.
+    Invalid events are left out.
 
     Args:
         logs: What `spool` returned, or any mapping. A key without an event axis is one event.
-        path: The directory; it is made if need be.
-        key: The PRNG key of the run. An array of keys makes every lane of the logs a run of its own.
-        mode: What to do if there is such a run: `"append"` adds to the newest, `"new"` makes another, `"overwrite"`
-            replaces it, `"error"` refuses. Short, as for files: `"a"`, `"w"` and `"x"`.
-        config: Hyper-parameters, kept as JSON with the run.
+        path: The directory; it is created if necessary.
+        key: The PRNG key of the run. An array of PRNG keys makes every lane of the logs a run of its own.
+        mode: What to do if the run exists: `"append"` adds to the newest, `"new"` makes another, `"overwrite"`
+            replaces it, `"error"` refuses. In short, as for files: `"a"`, `"w"` and `"x"`.
+        config: Hyper-parameters, stored as JSON with the run.
 
     Raises:
         StoreError: The directory cannot be written to.
@@ -57,60 +57,60 @@ def save(
     if not _compat.is_evaluating():
         return _save_when_run(logs, path, key, mode, config)
     host = _on_host(logs)
-    data, impl = (None, None) if key is None else words_of(key)
+    words, impl = (None, None) if key is None else words_of(key)
     with Writer(path) as writer:
-        _write(writer, [(data, host, config)], impl, mode)
+        _write(writer, [(words, host, config)], impl, mode)
 
 
 def _write(writer: Writer, lanes: list[tuple[Any, logdict, Any]], impl: str | None, mode: str) -> None:
-    """Write logs, for each lane those of a key or of several; if lanes have a key in common, one after the other."""
+    """Write the logs of each lane, given the words of one PRNG key or several; lanes may share PRNG keys."""
     opened: dict[Any, Any] = {}
-    for data, host, config in lanes:
-        which = None if data is None else (data.shape, data.tobytes())
-        if which not in opened:
-            if data is None or data.ndim == 1:
-                opened[which] = writer.open_run(None, data, impl, config, mode)
+    for words, host, config in lanes:
+        prng_key = None if words is None else (words.shape, words.tobytes())
+        if prng_key not in opened:
+            if words is None or words.ndim == 1:
+                opened[prng_key] = writer.open_run(None, words, impl, config, mode)
             else:
-                configs = None if config is None else [config] * int(np.prod(data.shape[:-1]))
-                opened[which] = writer.open_runs(None, data, impl, configs, mode).reshape(data.shape[:-1])
-        writer.append(opened[which], host)
+                configs = None if config is None else [config] * int(np.prod(words.shape[:-1]))
+                opened[prng_key] = writer.open_runs(None, words, impl, configs, mode).reshape(words.shape[:-1])
+        writer.append(opened[prng_key], host)
 
 
 def _save_when_run(logs: logdict, path: str | os.PathLike[str], key: Any, mode: str, config: Any) -> None:
     leaves, treedef = jax.tree.flatten(logs)
-    impls = [impl_name(x) if _is_key(x) else None for x in leaves]
-    words = [jax.random.key_data(x) if _is_key(x) else as_array(x, "these logs") for x in leaves]
-    data = [] if key is None else [jax.random.key_data(key) if _is_key(key) else key]
-    impl = impl_name(key) if data and _is_key(key) else None
+    impls = [impl_name(x) if _is_prng_key(x) else None for x in leaves]
+    values = [jax.random.key_data(x) if _is_prng_key(x) else as_array(x, "these logs") for x in leaves]
+    words = [] if key is None else [jax.random.key_data(key) if _is_prng_key(key) else key]
+    key_impl = impl_name(key) if words and _is_prng_key(key) else None
     plan, arrays = ConfigPlan.of(config)
 
-    def write(where: Laned, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> list[Any]:
+    def write(valid: Laned, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> list[Any]:
         del eager
-        found = []
+        valid_lanes = []
         for index in np.ndindex(lanes):
-            if _lanes.pick(where, index):
+            if _lanes.pick(valid, index):
                 rest = iter([_lanes.pick(x, index) for x in operands])
-                values = [KeyData(x, of) if of else x for of, x in zip(impls, rest, strict=False)]
-                own = next(rest) if data else None
-                of_run = None if config is None else plan.rebuild(list(rest))
-                found.append((own, _on_host(jax.tree.unflatten(treedef, values)), of_run))
-        if found:
+                lane = [KeyData(x, impl) if impl else x for impl, x in zip(impls, rest, strict=False)]
+                lane_words = next(rest) if words else None
+                lane_config = None if config is None else plan.rebuild(list(rest))
+                valid_lanes.append((lane_words, _on_host(jax.tree.unflatten(treedef, lane)), lane_config))
+        if valid_lanes:
             with Writer(path) as writer:
-                _write(writer, found, impl, mode)
+                _write(writer, valid_lanes, key_impl, mode)
         return []
 
-    _host_calls.call(write, [*words, *data, *arrays])
+    _host_calls.call(write, [*values, *words, *arrays])
 
 
-def _is_key(x: Any) -> bool:
+def _is_prng_key(x: Any) -> bool:
     return hasattr(x, "dtype") and not isinstance(x, KeyData) and _arrays.is_prng_key(x.dtype)
 
 
 def _on_host(logs: logdict) -> logdict:
-    """NumPy arrays, without the slots in which nothing happened."""
+    """Convert logs to NumPy arrays, without invalid events."""
 
     def to_numpy(x: Any) -> Any:
-        if _is_key(x):
+        if _is_prng_key(x):
             return KeyData(jax.random.key_data(x), impl_name(x))
         return x if isinstance(x, KeyData) else np.asarray(x)
 
