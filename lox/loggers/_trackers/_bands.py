@@ -1,4 +1,4 @@
-"""Many lanes as one curve: the mean, its spread, and how well it is known."""
+"""Many lanes as one curve: their mean, its spread and its confidence interval."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,7 +8,7 @@ import numpy as np
 from lox._data._histogram import Histogram
 from lox.loggers._trackers._entries import Entry
 
-# Of Student's distribution, by degrees of freedom from 1 on: 95% lie within.
+# Student's t: 95% of the distribution lie within, by degrees of freedom from 1 on.
 _T95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
     *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
@@ -16,7 +16,7 @@ _T95 = (
 
 
 def t95(samples: np.ndarray) -> np.ndarray:
-    """By how many standard errors a mean of so many samples may be off; beyond the table by a series."""
+    """Return the half width of the 95% interval of a mean, in standard errors; beyond the table by a series."""
     freedom = np.maximum(samples - 1, 1)
     z = 1.959964
     series = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
@@ -24,34 +24,33 @@ def t95(samples: np.ndarray) -> np.ndarray:
 
 
 def over_lanes(entry: Entry, part_name: Callable[[str, str], str]) -> Iterator[Entry]:
-    """The statistics of an entry `(lane, event)` as entries `(event,)`.
+    """Yield the statistics of an entry `(lane, event)` as entries `(event,)`.
 
-    Events are taken together that have the same place in their lanes and the same steps. Histograms are added up, and
-    of pictures the first is taken.
+    Statistics are over events with the same index in their lanes and the same steps. Histograms are added up; of
+    pictures, the first is kept.
     """
     for part in _same_steps(entry):
-        valid = part.valid
-        happened = np.ones(jax.tree.leaves(part.value)[0].shape[:2], bool) if valid is None else valid
-        count = happened.sum(0)
-        some = count > 0
-        steps = {name: _first(x, happened)[some] for name, x in part.steps.items()}
-        if not some.any():
+        valid = _valid(part)
+        count = valid.sum(0)
+        kept = count > 0
+        steps = {name: _first(x, valid)[kept] for name, x in part.steps.items()}
+        if not kept.any():
             continue
         if isinstance(part.value, Histogram):
 
-            def total(x: np.ndarray, happened: np.ndarray = happened, some: np.ndarray = some) -> np.ndarray:
-                return np.where(happened.reshape(happened.shape + (1,) * (x.ndim - 2)), x, 0).sum(0)[some]
+            def total(x: np.ndarray, valid: np.ndarray = valid, kept: np.ndarray = kept) -> np.ndarray:
+                return np.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0).sum(0)[kept]
 
             yield Entry(part.name, jax.tree.map(total, part.value), steps, None)
             continue
         if not isinstance(part.value, np.ndarray):
-            first = jax.tree.map(lambda x, h=happened, s=some: _first(x, h)[s], part.value)
+            first = jax.tree.map(lambda x, v=valid, k=kept: _first(x, v)[k], part.value)
             yield Entry(part.name, first, steps, None)
             continue
-        x = np.where(happened, part.value.astype(np.float64), 0.0)[:, some]
-        n = count[some]
+        x = np.where(valid, part.value.astype(np.float64), 0.0)[:, kept]
+        n = count[kept]
         mean = x.sum(0) / n
-        deviation = np.where(happened[:, some], x - mean, 0.0)
+        deviation = np.where(valid[:, kept], x - mean, 0.0)
         std = np.sqrt(np.square(deviation).sum(0) / np.maximum(n - 1, 1))
         margin = t95(n) * std / np.sqrt(n)
         several = None if (n > 1).all() else n > 1  # one lane alone has no spread
@@ -60,17 +59,18 @@ def over_lanes(entry: Entry, part_name: Callable[[str, str], str]) -> Iterator[E
             yield Entry(part_name(part.name, name), values, steps, several)
 
 
-def _first(x: np.ndarray, happened: np.ndarray) -> np.ndarray:
-    """What the first lane has in which the event happened."""
-    lane = happened.argmax(0)
-    return x[lane, np.arange(x.shape[1])]
+def _valid(entry: Entry) -> np.ndarray:
+    return np.ones(jax.tree.leaves(entry.value)[0].shape[:2], bool) if entry.valid is None else entry.valid
+
+
+def _first(x: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """Take each event from the first lane that has it."""
+    return x[valid.argmax(0), np.arange(x.shape[1])]
 
 
 def _same_steps(entry: Entry) -> Iterator[Entry]:
-    """Parts in which all lanes have the same steps at the same place: as a rule the whole."""
-    lanes, events = jax.tree.leaves(entry.value)[0].shape[:2]
-    happened = np.ones((lanes, events), bool) if entry.valid is None else entry.valid
-    left = happened
+    """Split an entry so that all lanes have the same steps at the same index; usually there is nothing to split."""
+    left = _valid(entry)
     while left.any():
         alike = left
         for x in entry.steps.values():

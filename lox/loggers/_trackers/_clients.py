@@ -1,11 +1,11 @@
-"""The clients of trackers: imported when they are needed, because they are large and slow to import."""
+"""The clients of trackers, imported when needed because they are large and slow to import."""
 
 import importlib
 from typing import Any
 
 
 def client(module: str, extra: str, user: str) -> Any:
-    """Import a client; `user` is what needs it.
+    """Import a client that `user` needs.
 
     Raises:
         ImportError: It is not installed.

@@ -1,10 +1,10 @@
-"""What `init` gets as config, for trackers that know no nesting."""
+"""The config given to `init`, for trackers that do not nest parameters."""
 
 from typing import Any
 
 
-def flat(config: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """The entries of nested dicts, with their paths."""
+def flat(config: Any, scope: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Flatten nested dicts; return each value with the names that lead to it."""
     if isinstance(config, dict) and config:
-        return [entry for key, value in config.items() for entry in flat(value, (*path, str(key)))]
-    return [(path, config)] if path else []
+        return [item for name, value in config.items() for item in flat(value, (*scope, str(name)))]
+    return [(scope, config)] if scope else []

@@ -1,7 +1,7 @@
-"""Entries as curves: over one step that is an integer, which is all that most trackers know.
+"""Curves over one integer step, as most trackers plot them.
 
-An event has as many steps as the program gave it. One of them becomes the tracker's; the others become curves
-themselves, so that nothing is lost. An event that has none, or one that is no integer, comes after the one before.
+An event has as many steps as the program gave it. One becomes the tracker's step; the others become curves themselves,
+so that nothing is lost. An event without a step, or with one that is not an integer, gets one more than the last.
 """
 
 import collections
@@ -31,27 +31,21 @@ class Curve:
     name: str
     steps: np.ndarray  # int64
     value: Value
-    valid: np.ndarray | None = None  # where the event happened; None: everywhere
+    valid: np.ndarray | None = None  # None: all events are valid
 
     def of_run(self, lane: int) -> "Curve":
-        """What happened in one run."""
-        happened = slice(None) if self.valid is None else self.valid[lane]
-        return Curve(self.name, self.steps[lane][happened], jax.tree.map(lambda x: x[lane][happened], self.value))
+        """Return the events of one run."""
+        valid = slice(None) if self.valid is None else self.valid[lane]
+        return Curve(self.name, self.steps[lane][valid], jax.tree.map(lambda x: x[lane][valid], self.value))
 
     def numbers(self) -> np.ndarray:
-        """The values, if they are numbers: in double precision, which has room for all floats, or integers."""
+        """Return values that are numbers, as integers or in double precision, which has room for all floats."""
         assert isinstance(self.value, np.ndarray)
         kind = self.value.dtype.kind
-        return (
-            self.value.astype(np.int64)
-            if kind == "b"
-            else self.value
-            if kind in "iu"
-            else self.value.astype(np.float64)
-        )
+        return self.value if kind in "iu" else self.value.astype(np.int64 if kind == "b" else np.float64)
 
     def events(self) -> list[tuple[int, Any]]:
-        """Step and value of each event, for what is not numbers."""
+        """Return step and value of each event, for values that are not numbers."""
         return [(step, jax.tree.map(lambda x, n=n: x[n], self.value)) for n, step in enumerate(self.steps.tolist())]
 
 
@@ -59,11 +53,11 @@ class CurveLogger(Logger):
     """Base class of loggers for such trackers. A subclass implements `send`.
 
     Attributes:
-        reserved_names: What no curve may be called.
+        reserved_names: Names that no curve may have.
 
     Args:
-        step: The name of the step that is the tracker's.
-        arrays: What becomes of plain arrays: "elements" or "histogram".
+        step: The name of the step to use as the tracker's.
+        arrays: How to show plain arrays: as "elements" or as a "histogram".
         max_elements: The size of the largest array whose elements become curves.
     """
 
@@ -79,63 +73,63 @@ class CurveLogger(Logger):
         raise NotImplementedError
 
     def send_lanes(self, runs: list[Run], curves: list[Curve]) -> None:
-        """Hand over the events of several runs. By default, `send` is called for each."""
+        """Hand over the events of several runs. By default, this calls `send` for each."""
         for lane, run in enumerate(runs):
-            some = [curve for curve in (curve.of_run(lane) for curve in curves) if len(curve.steps)]
-            with self._pipeline.isolated(
-                f"writing {_errors.listing([curve.name for curve in some])} of run {run.name!r}"
-            ):
-                self.send(run, some)
+            own = [curve for curve in (curve.of_run(lane) for curve in curves) if len(curve.steps)]
+            names = _errors.listing([curve.name for curve in own])
+            with self._pipeline.isolated(f"writing {names} of run {run.name!r}"):
+                self.send(run, own)
 
     def _in_numbers(self, curve: Curve) -> list[Curve]:
-        """For trackers that have no histograms: their means and standard deviations."""
+        """Return means and standard deviations of histograms, for trackers that have none."""
         histogram = curve.value
         assert isinstance(histogram, Histogram)
         parts = {"mean": np.asarray(histogram.mean), "std": np.asarray(histogram.std)}
         return [Curve(self._curves.part_name(curve.name, part), curve.steps, x) for part, x in parts.items()]
 
     def write_lanes(self, runs: list[Run], logs: logdict) -> None:
-        """Send what can be a curve; complain about the rest."""
+        """Send what can be plotted, then raise errors about the rest."""
         curves, problems = self._curves.of([run.id for run in runs], logs)
         self.send_lanes(runs, curves)
         raise_problems(problems)
 
     def finish(self, run: Run) -> None:
-        """No more events of this run."""
+        """Forget the run."""
         self._curves.forget(run.id)
 
 
 class _Curves:
-    """Makes curves of logs; knows at which step each curve of each run is."""
+    """Makes curves of logs, and remembers the last step of each curve of each run."""
 
     def __init__(self, step: str, sorter: Sorter):
         self._step, self._sorter = step, sorter
         self._last: collections.defaultdict[int, dict[str, int]] = collections.defaultdict(dict)
-        # Curves that had a step once which is no integer: from then on, events come one after the other.
+        # Curves that once had a step that was not an integer: from then on, their events are counted.
         self._counted: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
-        self._told: collections.defaultdict[int, dict[str, Any]] = collections.defaultdict(dict)  # of the other steps
+        # The last points of the curves of other steps.
+        self._points: collections.defaultdict[int, dict[str, Any]] = collections.defaultdict(dict)
 
     def forget(self, run: int) -> None:
-        """There will be no more events of this run."""
-        for memory in (self._last, self._counted, self._told):
+        """Forget a run that has ended."""
+        for memory in (self._last, self._counted, self._points):
             memory.pop(run, None)
 
     def part_name(self, name: str, part: str) -> str:
-        """What a part of a curve is called."""
+        """Name a part of a curve."""
         return self._sorter.part_name(name, part)
 
     def of(self, runs: list[int], logs: logdict) -> tuple[list[Curve], list[Exception]]:
-        """The curves of these runs, and what cannot be one, as errors to be raised afterwards."""
+        """Return the curves of these runs, and errors about what cannot be plotted, to be raised afterwards."""
         entries, problems = self._sorter.sort(logs, lead=2)
         curves: list[Curve] = []
         others: dict[Any, Curve] = {}
         for entry in entries:
-            gone = missing_steps(entry.steps)
+            missing = missing_steps(entry.steps)
             axis = self._step if self._step in entry.steps else next(iter(entry.steps), None)
-            steps, instead = self._steps(runs, entry, axis, gone)
+            steps, counted = self._steps(runs, entry, axis, missing)
             curves.append(Curve(entry.name, steps, entry.value, entry.valid))
             for name, x in entry.steps.items():
-                written = instead if name == axis else ~gone[name]
+                written = counted if name == axis else ~missing[name]
                 if not written.any():
                     continue
                 valid = entry.valid if written.all() else written if entry.valid is None else written & entry.valid
@@ -143,45 +137,45 @@ class _Curves:
                 # Keys that are logged together have the same steps: one curve for all of them.
                 same = (other.name, *((a.dtype, a.tobytes()) for a in (x, steps)), _bytes_of(valid))
                 others.setdefault(same, other)
-        news = [self._news(runs, other) for other in others.values()]
-        return [*curves, *[other for other in news if other is not None]], problems
+        new = [self._new_points(runs, other) for other in others.values()]
+        return [*curves, *[other for other in new if other is not None]], problems
 
-    def _news(self, runs: list[int], other: Curve) -> Curve | None:
-        """Without what was told already: keys that are logged one after the other have the same steps too."""
+    def _new_points(self, runs: list[int], other: Curve) -> Curve | None:
+        """Drop points that were sent before: keys that are logged one after the other may have the same steps."""
         if other.steps.shape[1] != 1:
             return other
-        happened = np.ones(len(runs), bool) if other.valid is None else other.valid[:, 0]
-        new = happened.copy()
-        for lane in np.flatnonzero(happened).tolist():
+        valid = np.ones(len(runs), bool) if other.valid is None else other.valid[:, 0]
+        new = valid.copy()
+        for lane in np.flatnonzero(valid).tolist():
             point = other.steps[lane, 0].item(), other.numbers()[lane, 0].item()
-            told = self._told[runs[lane]]
-            new[lane] = told.get(other.name) != point
-            told[other.name] = point
+            points = self._points[runs[lane]]
+            new[lane] = points.get(other.name) != point
+            points[other.name] = point
         return other if new.all() else dataclasses.replace(other, valid=new[:, None]) if new.any() else None
 
     def _steps(
-        self, runs: list[int], entry: Entry, axis: str | None, gone: dict[str, np.ndarray]
+        self, runs: list[int], entry: Entry, axis: str | None, missing: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The tracker's steps, and where they are not those of the axis although there are some."""
+        """Return the tracker's steps, and which of them are counted although the event has a step on the axis."""
         lanes, events = jax.tree.leaves(entry.value)[0].shape[:2]
         nowhere = np.zeros((lanes, events), bool)
         if not lanes or not events:
             return np.zeros((lanes, events), np.int64), nowhere
-        happened = ~nowhere if entry.valid is None else entry.valid
+        valid = ~nowhere if entry.valid is None else entry.valid
         last = np.array([self._last[run].get(entry.name, -1) for run in runs], np.int64)[:, None]
-        x, known = (nowhere, nowhere) if axis is None else (entry.steps[axis], happened & ~gone[axis])
+        x, known = (nowhere, nowhere) if axis is None else (entry.steps[axis], valid & ~missing[axis])
         counted = known & self._are_counted(runs, entry.name, x, known)
         known = known & ~counted
         if known.all():
             steps, end = x.astype(np.int64), np.full((lanes, 1), events - 1)
         else:
             x = np.where(known, x, 0).astype(np.int64)
-            # From the last known step on, whatever happens is one further.
+            # From the last known step on, events are counted.
             at = np.maximum.accumulate(np.where(known, np.arange(events), -1), axis=1)
-            count = happened.cumsum(1)
+            count = valid.cumsum(1)
             start, since = (np.take_along_axis(a, np.maximum(at, 0), 1) for a in (x, count))
             steps = np.where(at < 0, last + count, start + count - since)
-            end = np.where(happened.any(1), events - 1 - happened[:, ::-1].argmax(1), -1)[:, None]
+            end = np.where(valid.any(1), events - 1 - valid[:, ::-1].argmax(1), -1)[:, None]
         ends = np.where(end < 0, last, np.take_along_axis(steps, np.maximum(end, 0), 1))
         for run, step in zip(runs, ends[:, 0].tolist(), strict=True):
             self._last[run][entry.name] = step
@@ -201,7 +195,7 @@ def _bytes_of(valid: np.ndarray | None) -> bytes | None:
 
 
 def _are_integers(x: np.ndarray) -> np.ndarray:
-    """Which of these numbers fit into 64 bits as they are."""
+    """Tell which of these numbers are integers of 64 bits."""
     if x.dtype.kind in "bi":
         return np.ones(x.shape, bool)
     with np.errstate(invalid="ignore"):  # NaN and infinities
@@ -210,6 +204,6 @@ def _are_integers(x: np.ndarray) -> np.ndarray:
 
 
 def json_lines(curve: Curve) -> str:
-    """Histograms as text: one per line, with its step and everything there is to know."""
+    """Format histograms as text: one per line, with its step and all its data."""
     lines = [{"step": step, **strict_json(bins(histogram))} for step, histogram in curve.events()]
     return "".join(json.dumps(line) + "\n" for line in lines)

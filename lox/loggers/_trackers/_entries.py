@@ -1,8 +1,8 @@
-"""Logs as trackers show them: single numbers, histograms and pictures, each under a name of its own.
+"""Logs as trackers show them: numbers, histograms and pictures, each under a name of its own.
 
-A tracker plots numbers over steps. So an array of a few elements becomes as many series, `xs/0`, `xs/1`; a pytree a
-series per leaf, `stats/mean`; a `lox.Histogram` and a `lox.Image` stay what they are. A large array is none of these,
-and nobody wants it turned into something unasked.
+A tracker plots numbers over steps. So a small array becomes one curve per element, `xs/0`, `xs/1`, and a pytree one
+per leaf, `stats/mean`; a `lox.Histogram` and a `lox.Image` stay what they are. A large array is an error, because
+nobody wants it turned into something unasked.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from lox._data._histogram import Histogram
 from lox._data._image import Image
 from lox._data._lanes import Flags
 from lox._data._logdict import logdict
+from lox.loggers._batch import numbers_of
 from lox.loggers._files._rows import Labels, is_shown_whole
 
 MOST_ELEMENTS = 64
@@ -32,10 +33,10 @@ class Entry:
     name: str
     value: np.ndarray | Histogram | Image  # one number, one histogram or one picture per event
     steps: dict[str, np.ndarray]
-    valid: np.ndarray | None  # where the event happened; None: everywhere
+    valid: np.ndarray | None  # None: all events are valid
 
     def at(self, index: Any) -> "Entry":
-        """A part of the events."""
+        """Select events."""
         steps = {name: x[index] for name, x in self.steps.items()}
         valid = None if self.valid is None else self.valid[index]
         return Entry(self.name, jax.tree.map(lambda x: x[index], self.value), steps, valid)
@@ -46,9 +47,9 @@ class Sorter:
 
     Args:
         owner: The logger's name, for messages.
-        arrays: What becomes of arrays: "elements" or "histogram".
-        max_elements: The size of the largest array whose elements become series.
-        taken: Names that are not to be given.
+        arrays: How to show arrays: as "elements" or as a "histogram".
+        max_elements: The size of the largest array whose elements become curves.
+        taken: Names that no entry may have.
     """
 
     def __init__(self, owner: str, arrays: str, max_elements: int = MOST_ELEMENTS, taken: tuple[str, ...] = ()):
@@ -60,15 +61,15 @@ class Sorter:
         self._labels = Labels(taken)
 
     def step_name(self, name: str) -> str:
-        """What a step is called among the names of entries."""
+        """Name a step, so that no entry has the same name."""
         return self._labels.of("step", name)
 
     def part_name(self, name: str, part: str) -> str:
-        """What a part of an entry is called, if it is shown in parts."""
+        """Name a part of an entry that is shown in parts."""
         return self._labels.of(f"of {name}", f"{name}/{part}")
 
     def sort(self, logs: logdict, lead: int) -> tuple[list[Entry], list[Exception]]:
-        """The entries of logs with `lead` leading axes; and what cannot be one, as errors to be raised afterwards."""
+        """Return the entries of logs with `lead` leading axes, and errors about the rest, to be raised afterwards."""
         entries: list[Entry] = []
         errors: list[Exception] = []
         for key in logs:
@@ -80,9 +81,9 @@ class Sorter:
 
     def _entries(self, logs: logdict, key: str, lead: int) -> Iterator[Entry]:
         flags = iter(logs._layout(key).flags)
-        for path, value in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_shown_whole):
-            own_flags = [next(flags) for _ in jax.tree.leaves(value)]
-            node = _Node(logs, key, path, value, own_flags[0], lead, self._labels)
+        for tree_path, value in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_shown_whole):
+            value_flags = [next(flags) for _ in jax.tree.leaves(value)]
+            node = _Node(logs, key, tree_path, value, value_flags[0], lead, self._labels)
             if isinstance(value, Histogram):
                 yield from node.histograms()
             elif isinstance(value, Image):
@@ -117,31 +118,33 @@ class Sorter:
 
 
 class _Node:
-    """One leaf of one key: what it becomes, with its steps and its mask.
+    """One leaf of one key, with its steps and `valid`, to be made into entries.
 
-    Lanes inside the run, of which the value has an axis each, are those in which the value or a step differs.
+    The value has an axis for each lane inside the run that the value or a step depends on.
     """
 
-    def __init__(self, logs: logdict, key: str, path: Any, value: Any, flags: Flags, lead: int, labels: Labels):
+    def __init__(self, logs: logdict, key: str, tree_path: Any, value: Any, flags: Flags, lead: int, labels: Labels):
         self.key, self.lead = key, lead
         layout = logs._layout(key)
         step_flags = dict(layout.step_flags)
-        self._path, self._labels = path, labels
-        self._steps = {name: (of[key], step_flags.get(name, ())) for name, of in logs.steps.items() if key in of}
+        self._tree_path, self._labels = tree_path, labels
+        self._steps = {
+            name: (by_key[key], step_flags.get(name, ())) for name, by_key in logs.steps.items() if key in by_key
+        }
         self._valid = (logs.valid[key], layout.valid_flags) if key in logs.valid else None
-        self._stepped = sorted({n for _, f in self._steps.values() for n in _numbers_of(f)})  # lanes that steps have
-        self._lanes = sorted({*_numbers_of(flags), *self._stepped})
+        self._stepped = sorted({n for _, f in self._steps.values() for n in numbers_of(f)})  # the lanes of steps
+        self._lanes = sorted({*numbers_of(flags), *self._stepped})
         self.depth = len(self._lanes)
-        self.value: Any = jax.tree.map(lambda x: self._broadcast(x, _numbers_of(flags)), value)
+        self.value: Any = jax.tree.map(lambda x: self._broadcast(x, numbers_of(flags)), value)
 
     def _broadcast(self, x: np.ndarray, present: list[int]) -> np.ndarray:
-        """A value that is the same in lanes which have steps of their own."""
+        """Repeat a value along the lanes that only steps have."""
         if present == self._lanes:
             return x
         sizes = {
             n: step.shape[self.lead + axis]
             for step, flags in self._steps.values()
-            for axis, n in enumerate(_numbers_of(flags))
+            for axis, n in enumerate(numbers_of(flags))
         }
         sizes |= {n: x.shape[self.lead + axis] for axis, n in enumerate(present)}
         rest = x.shape[self.lead + len(present) :]
@@ -149,22 +152,22 @@ class _Node:
         return np.broadcast_to(x, (*x.shape[: self.lead], *[sizes[n] for n in self._lanes], *rest))
 
     def elements(self, x: np.ndarray, suffix: str = "") -> Iterator[Entry]:
-        """A series for every element."""
+        """Yield a curve for every element."""
         shape = x.shape[self.lead :]
         for index in np.ndindex(shape):
             yield self._entry("", index, suffix, x[(Ellipsis, *index)], shape[: self.depth])
 
     def pictures(self) -> Iterator[Entry]:
-        """A picture for every lane."""
+        """Yield a curve of pictures for every lane."""
         lanes = self.value.pixels.shape[self.lead : -3]
         for index in np.ndindex(lanes):
-            # A mean of pictures, which some reductions make, is one too once it is bytes.
+            # Some reductions make means of pictures, which must become bytes again.
             pixels = self.value.pixels[(slice(None),) * self.lead + index]
             pixels = np.clip(np.round(pixels), 0, 255).astype(np.uint8)
             yield self._entry("image", index, "", Image.tree_unflatten(None, [pixels]), lanes)
 
     def histograms(self) -> Iterator[Entry]:
-        """One for all lanes in which the event happened; one for each if they have steps of their own."""
+        """Yield one histogram for all valid lanes, or one for each if lanes have steps of their own."""
         lanes = self.value.counts.shape[self.lead : -1]
         if self._stepped:
             for index in np.ndindex(lanes):
@@ -172,16 +175,16 @@ class _Node:
                 yield self._entry("histogram", index, "", one, lanes)
             return
         inner = tuple(range(self.lead, self.lead + len(lanes)))
-        mask = None if self._valid is None or not lanes else self._with_lanes(*self._valid, lanes)
+        valid = None if self._valid is None or not lanes else self._with_lanes(*self._valid, lanes)
 
         def merge(x: np.ndarray) -> np.ndarray:
-            if mask is not None:
-                x = np.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0)
+            if valid is not None:
+                x = np.where(valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim)), x, 0)
             return x.sum(inner) if inner else x
 
         steps = {name: x for name, (x, _) in self._steps.items()}
-        valid = mask.any(inner) if mask is not None else None if self._valid is None else self._valid[0]
-        yield Entry(self._name("histogram", (), ""), jax.tree.map(merge, self.value), steps, valid)
+        merged = valid.any(inner) if valid is not None else None if self._valid is None else self._valid[0]
+        yield Entry(self._name("histogram", (), ""), jax.tree.map(merge, self.value), steps, merged)
 
     def _entry(self, kind: str, index: tuple[int, ...], suffix: str, value: Any, lanes: tuple[int, ...]) -> Entry:
         at = (Ellipsis, *index[: self.depth])
@@ -190,43 +193,41 @@ class _Node:
         return Entry(self._name(kind, index, suffix), value, steps, valid)
 
     def _name(self, kind: str, index: tuple[int, ...], suffix: str) -> str:
-        """The place of a series as a name; if another place or another kind of thing has it, with a note of it."""
-        if self._path or index or suffix:
-            place = self.key + "".join("/" + _text(part) for part in self._path) + "".join(f"/{i}" for i in index)
-            inside = jax.tree_util.keystr(self._path) + "".join(f"[{i}]" for i in index) + suffix
+        """Name an entry after its place in the value; a note is added if the name is taken."""
+        if self._tree_path or index or suffix:
+            place = self.key + "".join("/" + _text(part) for part in self._tree_path) + "".join(f"/{i}" for i in index)
+            inside = jax.tree_util.keystr(self._tree_path) + "".join(f"[{i}]" for i in index) + suffix
             return self._labels.of(f"{kind} in {self.key}{inside}".strip(), place + suffix)
         return self._labels.of(kind or "key", self.key)
 
     def _with_lanes(self, x: np.ndarray, flags: Flags, lanes: tuple[int, ...]) -> np.ndarray:
-        """A step or a mask with the lanes of the value: repeated along those it lacks, any of those the value lacks."""
-        present = _numbers_of(flags)
-        gone = tuple(self.lead + axis for axis, n in enumerate(present) if n not in self._lanes)
-        if gone:
-            x = x.any(gone)  # a mask: lanes of steps are lanes of the value
+        """Give a step or `valid` the lanes of the value: repeat along those it lacks, reduce those the value lacks."""
+        present = numbers_of(flags)
+        extra = tuple(self.lead + axis for axis, n in enumerate(present) if n not in self._lanes)
+        if extra:
+            x = x.any(extra)  # this is `valid`: all lanes of steps are lanes of the value
             present = [n for n in present if n in self._lanes]
         x = x[(slice(None),) * self.lead + tuple(slice(None) if n in present else None for n in self._lanes)]
         return np.broadcast_to(x, (*x.shape[: self.lead], *lanes))
 
 
-def _numbers_of(flags: Flags) -> list[int]:
-    return [n for n, flag in enumerate(flags) if flag]
-
-
 def missing_steps(steps: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Where an event does not have a step that others under its name have: NaN stands there, or -1.
+    """Tell where an event lacks a step that other events of its name have, which is NaN or -1 there.
 
-    A -1 is missing only if the event has another step. Alone it may well be one, of an evaluation before the training.
+    If an event has no other step, -1 is a step, such as that of an evaluation before the training.
     """
-    gone = {name: np.isnan(x.astype(np.float64)) if x.dtype.kind not in "iub" else x == -1 for name, x in steps.items()}
+    missing = {
+        name: np.isnan(x.astype(np.float64)) if x.dtype.kind not in "iub" else x == -1 for name, x in steps.items()
+    }
     for name, x in steps.items():
-        if x.dtype.kind in "iub" and gone[name].any():
-            others = [~gone[other] for other in steps if other != name]
-            gone[name] = gone[name] & np.any(others, 0) if others else np.zeros_like(gone[name])
-    return gone
+        if x.dtype.kind in "iub" and missing[name].any():
+            others = [~missing[other] for other in steps if other != name]
+            missing[name] = missing[name] & np.any(others, 0) if others else np.zeros_like(missing[name])
+    return missing
 
 
 def raise_problems(errors: list[Exception]) -> None:
-    """Raise what `Sorter.sort` has found, now that the rest is written."""
+    """Raise the errors that `Sorter.sort` returned, now that the rest is written."""
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -241,7 +242,7 @@ def _text(part: Any) -> str:
 
 
 def _host_histogram(values: np.ndarray, lead: int, depth: int, bins: int = 64) -> Histogram:
-    """Histograms of arrays that are on the host already, over the range of all their values."""
+    """Make histograms of arrays on the host, over the range of all their values."""
     lead += depth
     x = values.astype(np.float64).reshape(*values.shape[:lead], -1)
     finite = np.isfinite(x)

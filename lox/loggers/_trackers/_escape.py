@@ -1,22 +1,21 @@
-"""Names that a tracker accepts, from which the key can be read again.
+"""Escapes keys to names that a tracker accepts, so that the key can be recovered.
 
-A character that is not accepted becomes its code between `_x` and `_`: `a[0]` is `a_x5b_0_x5d_`. What looks like such
-a code in a key has its underscore escaped, so that no two keys share a name. All other keys, which are nearly all, stay
-as they are.
+A character that is not accepted becomes its code between `_x` and `_`: `a[0]` is `a_x5b_0_x5d_`. If a key contains what
+looks like such a code, its underscore is escaped, so that no two keys share a name. Nearly all keys stay as they are.
 """
 
 import re
 
-_INSIDE = "x(?:[0-9a-f]*|inf|nonfinite)"  # the words are of suffixes that loggers add
+_INSIDE = "x(?:[0-9a-f]*|inf|nonfinite)"  # the words belong to suffixes that loggers add
 _CODE = re.compile(f"_{_INSIDE}_")
 
-MARK = "_x_"  # the code of nothing: makes another name for the same key
+MARK = "_x_"  # the code of nothing, which makes another name for the same key
 INFINITE = "_xinf_"
 NONFINITE = "_xnonfinite_"
 
 
 def escape(name: str, bad: str = "", mark: bool = False) -> str:
-    """The name without the characters in `bad`, the inside of a regular expression's brackets.
+    """Escape the characters in `bad`, the inside of a regular expression's brackets.
 
     >>> escape("a[0]", "^a-z0-9"), escape("grad_norm"), escape("_x5b_"), escape("")
     ('a_x5b_0_x5d_', 'grad_norm', '_x5f_x5b_', '_x_')
@@ -24,18 +23,18 @@ def escape(name: str, bad: str = "", mark: bool = False) -> str:
     Args:
         name: Any text.
         bad: Which characters to escape.
-        mark: Whether to add a mark, for a name that is taken otherwise.
+        mark: Whether to add a mark, because the name is taken.
     """
     if not name:
         return MARK
     bad = f"[{bad}]" if bad else "(?!)"
-    # The second underscore of what looks like a code may also be the first one of the code that follows. Suffixes that
-    # loggers add follow too, so the end of the name counts.
+    # The last underscore of what looks like a code may be the first one of the next code. The end of the name counts
+    # as an underscore too, because loggers add suffixes.
     return re.sub(f"_(?={_INSIDE}(?:_|{bad}|$))|{bad}", lambda m: f"_x{ord(m[0]):x}_", name) + MARK * mark
 
 
 def unescape(name: str) -> str:
-    """The key that has this name, with or without a suffix.
+    """Return the key that has this name, with or without a suffix.
 
     >>> unescape("a_x5b_0_x5d_"), unescape("grad_norm"), unescape("loss_xinf_")
     ('a[0]', 'grad_norm', 'loss')

@@ -1,4 +1,4 @@
-"""Pictures as the clients of trackers take them."""
+"""Pictures for the clients of trackers."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from lox._data._image import Image
 
 
 def pillow(image: Image) -> Any:
-    """A picture of Pillow's, which clients take; of plain arrays some of them would drop axes of length one."""
+    """Convert to a Pillow image: some clients would drop axes of length one from an array."""
     import PIL.Image
 
-    PIL.Image.init()  # of which clients take no care when several threads begin
+    PIL.Image.init()  # clients do not guard this against several threads
     return PIL.Image.fromarray(image.pixels[..., 0] if image.pixels.shape[-1] == 1 else image.pixels)
