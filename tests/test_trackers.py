@@ -562,7 +562,7 @@ def test_trackio_rows_config_and_live_runs(tmp_path):
 def test_trackio_options(tmp_path):
     with pytest.raises(lox.LogTypeError, match="`project` is ''"):
         TrackioLogger("")
-    with pytest.raises(lox.OptionError, match="got 'name', which is of a single run"):
+    with pytest.raises(lox.OptionError, match="got 'name', which belongs to a single run"):
         TrackioLogger("p", name="a")
 
 

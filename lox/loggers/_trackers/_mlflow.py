@@ -1,4 +1,4 @@
-"""`MLflowLogger`: runs of MLflow."""
+"""`MLflowLogger`: logs to MLflow."""
 
 import collections
 import json
@@ -23,42 +23,42 @@ from lox.loggers._trackers._media import pillow
 
 # The client's limits for one call, and for names and values.
 _METRICS, _PARAMS, _NAME, _VALUE = 1000, 100, 250, 6000
-_FILE_NAME = 140  # of 255: MLflow adds the step, the time and an identifier
+_FILE_NAME = 140  # of 255, because MLflow adds the step, the time and an identifier
 _BAD = r"^/\w.\- " + (":" if os.name != "nt" else "")
 
 
 class MLflowLogger(CurveLogger):
-    """Logs to MLflow, one run per key.
+    """Logs to MLflow, one run per PRNG key.
 
     ```python
     with lox.loggers.MLflowLogger("ppo") as logger:  # then: mlflow ui --backend-store-uri sqlite:///mlflow.db
-        states = jax.vmap(logger.init)(jax.random.split(key, 8))
-        jax.vmap(lambda state, key: logger.tap(train, state, buffer=100)(key))(states, keys)
+        states = jax.vmap(logger.init)(prng_keys)
+        jax.vmap(lambda state, prng_key: logger.tap(train, state, buffer=100)(prng_key))(states, prng_keys)
     ```
 
-    Values are double precision. MLflow's step is the one called `step`, or else the first one that the event has, or
-    else the one after the last; other steps are metrics of their own. Arrays of up to 64 elements are as many metrics,
-    `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`. Events are in MLflow's history in their order: where steps do
-    not increase, timestamps do, by a millisecond, because MLflow sorts by them and drops what has the same step, value
-    and time.
+    Values are double precision. MLflow's step is the step called `step`, or else the event's first step, or else one
+    more than the last; other steps are metrics of their own. Arrays of up to 64 elements have one metric per element,
+    `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`. MLflow's history has the events in order: where steps do not
+    increase, timestamps do, by a millisecond, because MLflow sorts by them and drops events of the same step, value and
+    time.
 
-    A `lox.Image` is one of MLflow's images. MLflow has no histograms: of a `lox.Histogram`, mean and standard deviation
-    are metrics, and the bins are artifacts, `histograms/NAME/*.jsonl`, a line for each event. Artifacts are where the
-    experiment says: with SQLite that is `mlruns` in the working directory, unless the experiment was made otherwise.
+    A `lox.Image` is an image of MLflow's. MLflow has no histograms: mean and standard deviation of a `lox.Histogram`
+    are metrics, and its bins are artifacts, `histograms/NAME/*.jsonl`, with one line per event. The experiment decides
+    where artifacts are: with SQLite, in `mlruns` in the working directory, unless it was created otherwise.
 
-    MLflow has no infinities, and would store 1.8e308. An infinity is written as NaN, which MLflow has, and its sign as
-    1 or -1 to another metric at the same step, `loss_xinf_`.
+    MLflow has no infinities, and would store 1.8e308. An infinity is written as NaN, and its sign, 1 or -1, to another
+    metric at the same step, `loss_xinf_`.
 
-    MLflow refuses names such as `a[0]`. What it refuses is escaped, `a_x5b_0_x5d_`; `MLflowLogger.key_of` gives the
-    key. What `init` got as config are the run's parameters.
+    Names that MLflow refuses, such as `a[0]`, are escaped, `a_x5b_0_x5d_`; `MLflowLogger.key_of` returns the key. The
+    config given to `init` becomes the run's parameters.
 
     Args:
         experiment: The name of the experiment; it is created if there is none.
-        tracking_uri: Where to log: a database or a server. By default what `mlflow.set_tracking_uri` or the
-            environment's `MLFLOW_TRACKING_URI` says, or else `sqlite:///mlflow.db`.
+        tracking_uri: Where to log: a database or a server. By default the one set by `mlflow.set_tracking_uri` or the
+            environment variable `MLFLOW_TRACKING_URI`, or else `sqlite:///mlflow.db`.
         tags: Tags of all runs.
-        step: The name of the step that is MLflow's.
-        arrays: What becomes of plain arrays: "elements", or "histogram".
+        step: The name of the step to use as MLflow's.
+        arrays: How to show plain arrays: as "elements" or as a "histogram".
         max_elements: The size of the largest array whose elements become metrics.
     """
 
@@ -82,17 +82,17 @@ class MLflowLogger(CurveLogger):
         self.tracking_uri, self.experiment = tracking_uri, experiment
         self._tags = {str(name): str(value) for name, value in (tags or {}).items()}
         self._make_client = lambda: mlflow.MlflowClient(tracking_uri)
-        self._client: Any = None  # made with the first run: it creates the database
+        self._client: Any = None  # made with the first run, because it creates the database
         self._experiment_id = ""
         self._names = Names()
 
     @staticmethod
     def key_of(name: str) -> str:
-        """The key that a metric belongs to."""
+        """Return the key that a metric belongs to."""
         return unescape(name)
 
     def open(self, run: Run) -> None:
-        """Create a run of MLflow's."""
+        """Create an MLflow run."""
         params = _params(run.config)
         if self._client is None:
             self._client = self._make_client()
@@ -103,23 +103,22 @@ class MLflowLogger(CurveLogger):
         self._names.take(run, {other.info.run_name for other in same})
         created = self._client.create_run(self._experiment_id, run_name=run.name, tags=dict(self._tags))
         run.resource = _MLflowRun(created.info.run_id)
-        for some in _chunks(list(params.items()), _PARAMS):
-            self._client.log_batch(run.resource.id, params=[self._entities.Param(*param) for param in some])
+        for chunk in _chunks(list(params.items()), _PARAMS):
+            self._client.log_batch(run.resource.id, params=[self._entities.Param(*param) for param in chunk])
 
     def _find_experiment(self) -> str:
-        found = self._client.get_experiment_by_name(self.experiment)
-        if found is not None:
-            return found.experiment_id
-        try:
-            return self._client.create_experiment(self.experiment)
-        except Exception:
-            found = self._client.get_experiment_by_name(self.experiment)  # another process was faster
-            if found is None:
-                raise
-            return found.experiment_id
+        experiment = self._client.get_experiment_by_name(self.experiment)
+        if experiment is None:
+            try:
+                return self._client.create_experiment(self.experiment)
+            except Exception:
+                experiment = self._client.get_experiment_by_name(self.experiment)  # another process was faster
+                if experiment is None:
+                    raise
+        return experiment.experiment_id
 
     def send(self, run: Run, curves: list[Curve]) -> None:
-        """As few calls as the client's limits allow."""
+        """Log the curves in as few calls as the client's limits allow."""
         problems: list[Exception] = []
         metrics: list[Any] = []
         numbers = [part for curve in curves for part in self._shown(run, curve, problems)]
@@ -135,12 +134,12 @@ class MLflowLogger(CurveLogger):
                 metrics += self._metrics(name + INFINITE, signs, times[infinite], steps[infinite])
                 values = np.where(infinite, np.nan, values)
             metrics += self._metrics(name, values, times, steps)
-        for some in _chunks(metrics, _METRICS):
-            self._client.log_batch(run.resource.id, metrics=some)
+        for chunk in _chunks(metrics, _METRICS):
+            self._client.log_batch(run.resource.id, metrics=chunk)
         raise_problems(problems)
 
     def _shown(self, run: Run, curve: Curve, problems: list[Exception]) -> list[Curve]:
-        """Histograms and pictures become artifacts; returns what there is in numbers."""
+        """Write histograms and pictures as artifacts; return what can be shown in numbers."""
         if isinstance(curve.value, np.ndarray):
             return [curve]
         is_histogram = isinstance(curve.value, Histogram)
@@ -149,8 +148,8 @@ class MLflowLogger(CurveLogger):
             problems.append(_too_long(curve.name, _FILE_NAME))
             return []
         if is_histogram:
-            path = f"histograms/{name}/{run.resource.next_file(name):06d}.jsonl"
-            self._client.log_text(run.resource.id, json_lines(curve), path)
+            file = f"histograms/{name}/{run.resource.next_file(name):06d}.jsonl"
+            self._client.log_text(run.resource.id, json_lines(curve), file)
             return self._in_numbers(curve)
         for step, image in curve.events():
             self._client.log_image(run.resource.id, pillow(image), key=name, step=step)
@@ -172,16 +171,16 @@ class MLflowLogger(CurveLogger):
 class _MLflowRun:
     def __init__(self, id: str):
         self.id = id
-        self._last: dict[str, tuple[int, int]] = {}  # of each metric: time and step
-        self._files: collections.Counter[str] = collections.Counter()  # of each histogram
+        self._last: dict[str, tuple[int, int]] = {}  # time and step of each metric
+        self._files: collections.Counter[str] = collections.Counter()  # by histogram
 
     def next_file(self, name: str) -> int:
-        """The number of the next file of a histogram."""
+        """Number the next file of a histogram."""
         self._files[name] += 1
         return self._files[name] - 1
 
     def times(self, name: str, steps: np.ndarray) -> np.ndarray:
-        """Milliseconds that keep the events of a metric in order and apart."""
+        """Return timestamps in milliseconds that keep the events of a metric in order and apart."""
         now = int(time.time() * 1000)
         last_time, last_step = self._last.get(name, (0, 0))
         start = max(now, last_time)
@@ -194,37 +193,37 @@ class _MLflowRun:
 
 
 def metric_name(key: str) -> str:
-    """What MLflow calls it."""
+    """Return MLflow's name of a key."""
     name = escape(key, _BAD)
-    # Names may become files, and must not be other ones.
+    # Names may become files, and must not lead elsewhere.
     if posixpath.normpath(name) != name or name == "." or name.startswith(("..", "/")):
         name = escape(key, r"^\w\- ")
     return name
 
 
 def file_name(key: str, allowed: str = "") -> str:
-    """What a file of this key is called: only what is known everywhere, and nothing that is another place."""
+    """Return a file name for a key: valid on all systems, and never another folder."""
     name = escape(key, r"^a-zA-Z0-9_\-. " + allowed)
     return escape(key, r"^a-zA-Z0-9_\- " + allowed) if not name.strip(".") else name
 
 
 def _too_long(key: str, most: int) -> _errors.LogTypeError:
     return _errors.LogTypeError(
-        f"MLflowLogger did not write {key!r}: MLflow's names have at most {most} characters, of which escapes take "
-        "some. Give it a shorter key."
+        f"MLflowLogger did not write {key!r}: MLflow's names have at most {most} characters, including escapes. "
+        "Give it a shorter key."
     )
 
 
 def _params(config: Mapping[str, Any]) -> dict[str, str]:
     params: dict[str, str] = {}
-    for path, value in flat(config):
-        name = metric_name(".".join(path))
+    for scope, value in flat(config):
+        name = metric_name(".".join(scope))
         while name in params:  # {"a.b": 1, "a": {"b": 2}}
             name += MARK
         text = value if isinstance(value, str) else json.dumps(strict_json(value))
         if len(text) > _VALUE or len(name) > _NAME:
             raise _errors.LogTypeError(
-                f"`init` got config {'.'.join(path)!r} with {len(text)} characters: MLflow's parameters have at most "
+                f"`init` got config {'.'.join(scope)!r} with {len(text)} characters: MLflow's parameters have at most "
                 f"{_VALUE}, and their names {_NAME}. Leave it out, or give a summary of it."
             )
         params[name] = text

@@ -1,8 +1,8 @@
 """TensorBoard's event files, encoded with NumPy.
 
-A file is a sequence of records: a length, its checksum, a serialised `Event`, its checksum. The events of one series
-differ only in their step and value, so thousands of them are one array of bytes with a row each. The checksum, CRC-32C,
-is linear: that of a row is that of a common row, changed by what each byte that differs contributes at its place.
+A file is a sequence of records: a length, its checksum, a serialised `Event`, its checksum. Events of a curve differ only
+in step and value, so thousands of them are one array of bytes with one row each. The checksum, CRC-32C, is linear: a
+row's checksum is that of a common row, xor what each differing byte contributes at its place.
 """
 
 import struct
@@ -28,7 +28,7 @@ def _byte_table() -> np.ndarray:
 
 _TABLE = _byte_table()
 _INTEGERS = _TABLE.tolist()
-_AFTER = [_TABLE]  # what a byte does to the checksum if so many bytes follow
+_AFTER = [_TABLE]  # what a byte contributes to the checksum, by the number of bytes that follow
 
 
 def _contributions(following: int) -> np.ndarray:
@@ -45,17 +45,17 @@ _SHORT, _COLUMNS = 512, 64
 
 
 def crc32c(data: bytes) -> int:
-    """The checksum of some bytes."""
+    """Return the checksum of some bytes."""
     if len(data) < _SHORT:
         register = 0xFFFFFFFF
         for byte in data:
             register = _INTEGERS[(register ^ byte) & 0xFF] ^ register >> 8
         return register ^ 0xFFFFFFFF
-    # A picture is too long for a loop in Python: cut it into rows, take those side by side, then join halves.
+    # A picture is too long for a loop in Python: cut it into rows, do all rows at once, then join pairs.
     count = 1 << (-(-len(data) // _COLUMNS) - 1).bit_length()
     padded = np.zeros(count * _COLUMNS, np.uint8)  # zeros in front change nothing while the register is zero
     padded[-len(data) :] = np.frombuffer(data, np.uint8)
-    padded[-len(data) : 4 - len(data)] ^= 0xFF  # which is the same as a register that begins with all ones
+    padded[-len(data) : 4 - len(data)] ^= 0xFF  # the same as a register that begins with all ones
     registers = np.zeros(count, np.uint32)
     for column in np.ascontiguousarray(padded.reshape(count, _COLUMNS).T):
         registers = _TABLE[(registers ^ column) & 0xFF] ^ (registers >> np.uint32(8))
@@ -68,7 +68,7 @@ def crc32c(data: bytes) -> int:
 
 @lru_cache
 def _zero_bytes(count: int) -> np.ndarray:
-    """What `count` (a power of two) bytes of zero do to a register: a table for each of its four bytes."""
+    """Return what `count` zero bytes (a power of two) do to a register: a table for each of its four bytes."""
     tables = np.arange(256, dtype=np.uint32) << np.arange(0, 32, 8, dtype=np.uint32)[:, None]
     tables = _one_zero_byte(tables)
     while count > 1:
@@ -82,7 +82,7 @@ def _shifted(registers: np.ndarray, tables: np.ndarray) -> np.ndarray:
 
 
 def _masked(crc: int) -> int:
-    """As the format stores checksums, so that those of files inside files do not confuse readers."""
+    """Mask a checksum as the format does, so that files inside files do not confuse readers."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -99,7 +99,7 @@ def _varint(number: int) -> bytes:
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A field of bytes, a string or a message."""
+    """Encode a field of bytes, a string or a message."""
     return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 
@@ -116,7 +116,7 @@ def _doubles(number: int, values: np.ndarray) -> bytes:
 
 
 def record(event: bytes) -> bytes:
-    """A serialised event with its frame."""
+    """Frame a serialised event with its length and checksums."""
     return _head(len(event)) + event + struct.pack("<I", _masked(crc32c(event)))
 
 
@@ -127,7 +127,7 @@ def _head(length: int) -> bytes:
 
 
 def header(wall: float) -> bytes:
-    """What a file begins with."""
+    """Return the first record of a file."""
     return record(_double(1, wall) + _field(3, b"brain.Event:2"))
 
 
@@ -136,17 +136,17 @@ def _event(tag: str, step: int, wall: float, content: bytes) -> bytes:
     return record(_double(1, wall) + _integer(2, step) + _field(5, _field(1, value)))
 
 
-# --- what can be in an event ----------------------------------------------------------------------
+# --- the contents of events -----------------------------------------------------------------------
 
 
 def scalars(tag: str, steps: np.ndarray, values: np.ndarray, wall: float) -> np.ndarray:
-    """Records of single numbers, of equal length: one per row, as bytes."""
-    if len(steps) == 1:  # as when every event is written at once: then an array of one is a detour
+    """Encode single numbers as records of equal length, one per row."""
+    if len(steps) == 1:  # a shortcut for events that are written one by one
         with np.errstate(over="ignore"):  # beyond single precision is infinity
             number = b"\x15" + values[:1].astype("<f4").tobytes()
         return np.frombuffer(_event(tag, int(steps[0]), wall, number), np.uint8)[None]
     steps = np.asarray(steps, np.int64).view(np.uint64)
-    # Steps of equal width, padded with bytes that say no more than that another one follows.
+    # Steps are padded to equal width with bytes that only say that another one follows.
     width = max(1, -(-int(steps.max(initial=np.uint64(0))).bit_length() // 7))
     label = _field(1, tag.encode(errors="backslashreplace")) + b"\x15"  # then the value, four bytes
     value = b"\x0a" + _varint(len(label) + 4) + label
@@ -171,28 +171,28 @@ def scalars(tag: str, steps: np.ndarray, values: np.ndarray, wall: float) -> np.
 
 
 def histogram(tag: str, step: int, values: Histogram, wall: float) -> bytes:
-    """A record of one histogram. Of empty bins at both ends, none is written."""
+    """Encode one histogram, without the empty bins at both ends."""
     counts, edges = np.asarray(values.counts, np.float64), values.edges.astype(np.float64)
     filled = np.flatnonzero(counts)
     first, last = (filled[0], filled[-1]) if len(filled) else (0, 0)
     used = slice(first, last + 1)
-    proto = _double(1, edges[first]) + _double(2, edges[last + 1])  # the least and the greatest value, as far as known
+    proto = _double(1, edges[first]) + _double(2, edges[last + 1])  # bounds of the values
     proto += _double(3, counts.sum()) + _double(4, float(values.sum)) + _double(5, float(values.sum_squares))
     proto += _doubles(6, edges[first + 1 : last + 2]) + _doubles(7, counts[used])
     return _event(tag, step, wall, _field(5, proto))
 
 
 def image(tag: str, step: int, pixels: np.ndarray, wall: float) -> bytes:
-    """A record of one picture."""
+    """Encode one picture."""
     height, width, channels = pixels.shape
     proto = _integer(1, height) + _integer(2, width) + _integer(3, channels) + _field(4, png(pixels))
     return _event(tag, step, wall, _field(4, proto))
 
 
 def text(tag: str, step: int, content: str | Sequence[str], wall: float) -> bytes:
-    """A record of a text, which TensorBoard shows as Markdown."""
+    """Encode a text, which TensorBoard shows as Markdown."""
     lines = [content] if isinstance(content, str) else list(content)
-    tensor = _integer(1, 7) + _field(2, _field(2, _integer(1, len(lines))))  # strings, of which there are so many
+    tensor = _integer(1, 7) + _field(2, _field(2, _integer(1, len(lines))))  # a vector of strings
     tensor += b"".join(_field(8, line.encode(errors="backslashreplace")) for line in lines)
     metadata = _field(1, _field(1, b"text")) + _integer(4, 2)
     return _event(tag, step, wall, _field(9, metadata) + _field(8, tensor))

@@ -1,4 +1,4 @@
-"""`TrackioLogger`: runs of Trackio."""
+"""`TrackioLogger`: logs to Trackio."""
 
 import collections
 import contextvars
@@ -16,41 +16,41 @@ from lox.loggers._trackers._entries import MOST_ELEMENTS
 from lox.loggers._trackers._escape import escape, unescape
 from lox.loggers._trackers._media import pillow
 
-# Columns of Trackio's own.
+# Trackio's own columns.
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
-_BAD = "\ud800-\udfff"  # halves of letters, which are no text to JSON: Trackio would leave them out
-_BINS = 512  # as many as Trackio itself would make
+_BAD = "\ud800-\udfff"  # lone surrogates, which Trackio would drop
+_BINS = 512  # as many as Trackio itself makes
 
 
-# By project. Trackio itself knows a run only when it has a row.
+# By project, because Trackio does not know a run before its first row.
 _names: collections.defaultdict[str, Names] = collections.defaultdict(Names)
 
 
 class TrackioLogger(CurveLogger):
-    """Logs to Trackio, one run per key, all of them live at once.
+    """Logs to Trackio, one run per PRNG key, all of them live at once.
 
     ```python
     with lox.loggers.TrackioLogger("ppo") as logger:  # then: trackio show --project ppo
-        states = jax.vmap(logger.init)(jax.random.split(key, 8))
-        jax.vmap(lambda state, key: logger.tap(train, state, buffer=100)(key))(states, keys)
+        states = jax.vmap(logger.init)(prng_keys)
+        jax.vmap(lambda state, prng_key: logger.tap(train, state, buffer=100)(prng_key))(states, prng_keys)
     ```
 
-    Keys that are logged together are one row of Trackio's. Its step is the one called `step`, or else the first one
-    that the event has, or else the one after the last; other steps are values in the same row. `lox.Histogram` and
-    `lox.Image` are shown as such. Arrays of up to 64 elements are as many values, `xs/0`, `xs/1`, pytrees one per leaf,
-    `stats/mean`. Floats are double precision, NaN and infinities are kept, and so are integers of 64 bits.
+    Keys that are logged together are in one row. Its step is the step called `step`, or else the event's first step, or
+    else one more than the last; other steps are values in the same row. `lox.Histogram` and `lox.Image` are shown as
+    such. Arrays of up to 64 elements have one value per element, `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`.
+    Floats are double precision; NaN, infinities and integers of 64 bits are kept.
 
-    Trackio keeps some names for itself, such as `time`: they are escaped, `time_x_`, and `TrackioLogger.key_of` gives
-    the key. Where the data goes is Trackio's choice, and its environment variables': `TRACKIO_DIR`, `TRACKIO_SPACE_ID`.
-    Its own thread sends rows to a Space or a server, and warns if it cannot; on this machine, `flush` waits for them.
+    Trackio reserves some names, such as `time`: they are escaped, `time_x_`, and `TrackioLogger.key_of` returns the
+    key. Trackio and its environment variables, `TRACKIO_DIR` and `TRACKIO_SPACE_ID`, decide where the data goes. Its
+    own thread sends rows to a Space or a server, and warns if it cannot; on this machine, `flush` waits for them.
 
     Args:
         project: The name of the project.
-        step: The name of the step that is Trackio's.
-        arrays: What becomes of plain arrays: "elements", or "histogram".
+        step: The name of the step to use as Trackio's.
+        arrays: How to show plain arrays: as "elements" or as a "histogram".
         max_elements: The size of the largest array whose elements become values.
-        **kwargs: What `trackio.init` takes, such as `group` or `space_id`. Metrics of the hardware are logged with the
-            first run only, because they are those of the process.
+        **kwargs: Arguments of `trackio.init`, such as `group` or `space_id`. Hardware metrics are logged with the first
+            run only, because they are those of the process.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class TrackioLogger(CurveLogger):
         for name in ("name", "config"):
             if name in kwargs:
                 raise _errors.OptionError(
-                    f"TrackioLogger got {name!r}, which is of a single run. A run has the name of its key; give a "
-                    "config to `init(key, config)`."
+                    f"TrackioLogger got {name!r}, which belongs to a single run. A run is named after its PRNG key; "
+                    "give a config to `init(key, config)`."
                 )
         self.project = project
         self._client = client("trackio", "trackio", "TrackioLogger")
@@ -81,21 +81,21 @@ class TrackioLogger(CurveLogger):
 
     @staticmethod
     def key_of(name: str) -> str:
-        """The key that a value in a row belongs to."""
+        """Return the key that a value in a row belongs to."""
         return unescape(name)
 
     def open(self, run: Run) -> None:
-        """Create a run of Trackio's, without ending the one before."""
+        """Create a Trackio run, without ending the previous one."""
         self._names.take(run, set(self._storage.get_runs(self.project)))
         options = dict(self._kwargs)
         config = {str(key): x for key, x in run.config.items()}
-        if own := {key: config.pop(key) for key in list(config) if key.startswith("_")}:
-            config["private"] = {**config.get("private", {}), **own}  # where Trackio does not take them for its own
+        if private := {key: config.pop(key) for key in list(config) if key.startswith("_")}:
+            config["private"] = {**config.get("private", {}), **private}  # Trackio reserves the underscore
         if self._context is None:
             context = contextvars.Context()
         else:
-            # `trackio.init` ends the run of its context, and rows of it get lost: so each has a context of its own. But
-            # the project stays known, or it would be announced again for every run.
+            # `trackio.init` ends the run of its context and loses rows, so each run has a context of its own. It is a
+            # copy that still has the project, or the project would be announced again for every run.
             context = self._context.copy()
             context.run(self._variables.current_run.set, None)
             options = {"auto_log_cpu": False, "auto_log_gpu": False, **options}
@@ -106,11 +106,11 @@ class TrackioLogger(CurveLogger):
         self._context = self._context or context
 
     def send(self, run: Run, curves: list[Curve]) -> None:
-        """A row per event, for all curves that have the same steps."""
+        """Add one row per event, for all curves with the same steps."""
         rows: dict[Any, dict[str, list[Any]]] = {}
         for curve in curves:
             name = row_name(curve.name)
-            again = 0  # the same name at the same steps: a row has room for one
+            again = 0  # a row has room for a name only once
             while name in rows.setdefault((curve.steps.tobytes(), again), {}):
                 again += 1
             rows[curve.steps.tobytes(), again][name] = self._cells(run, curve)
@@ -125,25 +125,25 @@ class TrackioLogger(CurveLogger):
             return [self._client.Histogram(np_histogram=few_bins(value, _BINS)) for _, value in curve.events()]
         images = [(step, self._client.Image(pillow(value))) for step, value in curve.events()]
         for step, image in images:
-            # Now: of what `log` cannot save, it warns only, and as Python shows the same warning once, not every time.
+            # Now, because `log` would only warn of what it cannot save, and Python shows the same warning once.
             image._save(self.project, run.resource.name, step)
         return [image for _, image in images]
 
     def commit(self) -> None:
-        """Have the rows written that wait for Trackio's thread, which has no public way to be asked."""
+        """Write the rows that wait for Trackio's thread, for which Trackio has no public function."""
         for run in list(self._pipeline.runs.values()):
             if run.resource is not None and run.resource._is_local:
                 with run.resource._client_lock:
                     run.resource._flush_queues_inline()
 
     def finish(self, run: Run) -> None:
-        """Write what is left."""
+        """Write the rest and end the run."""
         super().finish(run)
         run.resource.finish()
 
 
 def row_name(key: str) -> str:
-    """What Trackio calls it."""
+    """Return Trackio's name of a key."""
     if key.startswith("__"):
         return "_x5f_" + escape(key[1:], _BAD)
     return escape(key, _BAD, mark=key in _RESERVED)

@@ -1,8 +1,8 @@
-"""`WandbLogger`: runs of Weights & Biases, one per key.
+"""`WandbLogger`: logs to Weights & Biases.
 
-A row of W&B has one step, which must not fall: what comes with a lower one is dropped by the client, and what comes
-with the same one and the same name replaces what was there. So steps are columns of their own, declared to be the axis
-of the metrics logged with them, and a row's own step is the user's as long as that keeps all rows apart.
+A row of W&B has one step, which must not decrease: the client drops rows with a lower step, and a value with the same
+step and name replaces the one before. So steps are columns of their own, declared as the axis of the metrics logged
+with them, and a row's own step is the user's as long as that keeps all rows apart.
 """
 
 import collections
@@ -26,15 +26,13 @@ from lox.loggers._trackers import _bands, _clients
 from lox.loggers._trackers._entries import MOST_ELEMENTS, Entry, Sorter, missing_steps, raise_problems
 from lox.loggers._trackers._media import pillow
 
-_THEIRS = ("_step", "_runtime", "_timestamp", "_wandb")  # columns that the client fills itself
+_RESERVED = ("_step", "_runtime", "_timestamp", "_wandb")  # columns that the client fills itself
 _MAIN = "step"  # the step that may become that of W&B's rows
-
-
-_LARGEST = 2**53  # steps beyond are columns only: those of the client end at 2**63
+_LARGEST = 2**53  # larger steps are columns only, because those of the client end at 2**63
 
 
 def client(user: str = "WandbLogger") -> Any:
-    """The `wandb` package, or an error that says how to get it."""
+    """Import `wandb`, or raise an error that says how to install it."""
     return _clients.client("wandb", "wandb", user)
 
 
@@ -48,7 +46,7 @@ class _Row:
 
     @property
     def wanted(self) -> int | None:
-        """The step that the row would like to have."""
+        """The step that the row should have."""
         step = _main(self.steps)
         return step if step is not None and 0 <= step < _LARGEST else None
 
@@ -59,16 +57,16 @@ def _main(steps: Steps) -> int | None:
 
 
 class _Rows:
-    """Writes rows to one run of the client, so that none is dropped and none replaces another."""
+    """Writes rows to one W&B run, so that none is dropped and none replaces another."""
 
     def __init__(self, run: Any):
         self.run = run
         self._at = -1  # the client's step
-        self._open: _Row | None = None  # what stands there, as long as more can be added
+        self._open: _Row | None = None  # the row at that step, as long as more can be added
         self._axes: dict[str, str | None] = {}  # by name
 
     def write(self, rows: list[_Row], columns: Mapping[str, str]) -> None:
-        """Write rows; `columns` are those of the steps."""
+        """Write rows; `columns` has the column of each step."""
         for row in rows:
             self._declare(row, columns)
             cells = {columns[name]: step for name, step in row.steps} | row.cells
@@ -82,7 +80,7 @@ class _Rows:
             self._open = row
 
     def _declare(self, row: _Row, columns: Mapping[str, str]) -> None:
-        """Make the step the axis of what was logged with it, the first time."""
+        """Make the step the axis of metrics that are logged with it for the first time."""
         names = [name for name, _ in row.steps]
         axis = None if not names else columns[_MAIN if _MAIN in names else names[0]]
         for name in row.cells:
@@ -90,23 +88,23 @@ class _Rows:
                 if axis not in self._axes:
                     self._define(axis, hidden=True)
                     self._axes[axis] = axis
-                # Not filled in by the client where it is missing: that would be an invention.
+                # With `step_sync`, the client would invent steps where they are missing.
                 self._define(name, step_metric=axis, step_sync=False)
                 self._axes[name] = axis
 
     def _define(self, name: str, **options: Any) -> None:
-        if "*" not in name:  # which stands for several names, and cannot be escaped
+        if "*" not in name:  # a wildcard, which cannot be escaped
             self.run.define_metric(name.replace(".", "\\."), **options)
 
     def commit(self) -> None:
-        """Nothing more comes to the last row."""
+        """Complete the last row."""
         if self._open is not None:
             self.run.log({}, step=self._at, commit=True)
             self._open = None
 
 
 class WandbLogger(Logger):
-    """Logs to Weights & Biases: one run per key, also under `vmap`.
+    """Logs to Weights & Biases, one run per PRNG key, also under `vmap`.
 
     >>> import jax, jax.numpy as jnp, lox
     >>> logger = lox.loggers.WandbLogger(project="demo", group="seeds")  # doctest: +SKIP
@@ -114,26 +112,25 @@ class WandbLogger(Logger):
     >>> jax.vmap(lambda state, x: logger.tap(train, state, buffer=100)(x))(states, xs)  # doctest: +SKIP
     >>> logger.close()  # doctest: +SKIP
 
-    A run is called after its key (`42`, and `42.1` if it is used again), has the config that `init` got, and belongs to
-    `group` if there is one. W&B's environment variables (`WANDB_MODE`, `WANDB_DIR`, ...) count as always.
+    A run is named after its PRNG key (`42`, or `42.1` if that is used again), has the config given to `init`, and
+    belongs to `group` if there is one. W&B's environment variables (`WANDB_MODE`, `WANDB_DIR`, ...) work as usual.
 
-    Steps are columns: `lox.log(..., step=i, episode=e)` gives the row `step` and `episode`, and `step`, or else the
-    first of them, is the axis of its metrics. Whatever order events come in, none is dropped. W&B's own `Step` is the
-    same as `step` unless events come late or have none.
+    Steps are columns: `lox.log(..., step=i, episode=e)` makes a row with `step` and `episode`, and `step`, or else the
+    first of them, is the axis of its metrics. No event is dropped, whatever order they come in. W&B's own `Step` equals
+    `step`, except for events that come late or have no step.
 
-    Runs of your own live beside these: `wandb.init()` never returns one that is the logger's, nor does `wandb.finish()`
-    end it.
+    Your own runs are separate: `wandb.init()` never returns a run of the logger, and `wandb.finish()` never ends one.
 
-    `lox.Histogram` and `lox.Image` are shown as such. Arrays of up to 64 elements are as many metrics, `xs/0`, `xs/1`,
-    and pytrees one per leaf, `stats/mean`.
+    `lox.Histogram` and `lox.Image` are shown as such. Arrays of up to 64 elements have one metric per element, `xs/0`,
+    `xs/1`, and pytrees one per leaf, `stats/mean`.
 
     Args:
-        aggregate: One W&B run for all runs instead: of the events that lanes of a `vmap` log together, the mean under
-            their name, and the standard deviation and the 95% confidence interval of the mean over lanes as `.../std`,
-            `.../ci95_low` and `.../ci95_high`.
-        arrays: What becomes of plain arrays: "elements", or "histogram".
+        aggregate: Whether to make one W&B run for all runs. Of events that the lanes of a `vmap` log together, it has
+            the mean over lanes under their name, the standard deviation as `.../std`, and the 95% confidence interval
+            of the mean as `.../ci95_low` and `.../ci95_high`.
+        arrays: How to show plain arrays: as "elements" or as a "histogram".
         max_elements: The size of the largest array whose elements become metrics.
-        **kwargs: Of `wandb.init`. A `name` or `id` that is given has the name of each run added.
+        **kwargs: Arguments of `wandb.init`. The name of each run is appended to a given `name` or `id`.
     """
 
     def __init__(
@@ -149,12 +146,12 @@ class WandbLogger(Logger):
             raise _errors.LogTypeError(f"`config` is {kwargs['config']!r}; it must be a dict of hyper-parameters.")
         self.aggregate = aggregate
         self._kwargs = kwargs
-        self._sorter = Sorter(self._pipeline.name, arrays, max_elements, _THEIRS)
+        self._sorter = Sorter(self._pipeline.name, arrays, max_elements, _RESERVED)
         self._names = Names()
         self._rows: dict[int, _Rows] = {}  # by run
         self._shared: _Rows | None = None
-        self._configs: dict[str, Mapping[str, Any]] = {}  # of the shared run: those of all runs
-        self._told = 0  # how many of them W&B knows
+        self._configs: dict[str, Mapping[str, Any]] = {}  # of the runs behind the shared one
+        self._sent = 0  # how many of them W&B knows
 
     def open(self, run: Run) -> None:
         """Begin a W&B run."""
@@ -172,22 +169,22 @@ class WandbLogger(Logger):
         run.resource = self._rows[run.id].run
 
     def write(self, run: Run, logs: logdict) -> None:
-        """A row for every event, and one for all keys that were logged with the same steps."""
+        """Write a row for every event; keys that were logged with the same steps share rows."""
         self._write_rows(self._rows[run.id], *self._entries(logs, lead=1))
 
     def write_lanes(self, runs: list[Run], logs: logdict) -> None:
-        """Each run for itself, or the statistics of all."""
+        """Write each run by itself, or the statistics of all."""
         if not self.aggregate:
             return super().write_lanes(runs, logs)
         assert self._shared is not None
-        self._tell_configs()
+        self._send_configs()
         entries, problems = self._entries(logs, lead=2)
         parts = [part for entry in entries for part in _bands.over_lanes(entry, self._sorter.part_name)]
         self._write_rows(self._shared, parts, problems)
 
-    def _tell_configs(self) -> None:
-        """What the shared run stands for: its runs, what they have in common, and lists of what differs."""
-        if self._shared is None or self._told == len(self._configs):
+    def _send_configs(self) -> None:
+        """Send the configs of the runs behind the shared one: what they have in common, and lists of what differs."""
+        if self._shared is None or self._sent == len(self._configs):
             return
         configs = list(self._configs.values())
         common: dict[str, Any] = {"runs": list(self._configs)}
@@ -195,11 +192,11 @@ class WandbLogger(Logger):
             values = [config.get(name) for config in configs]
             common[name] = values[0] if all(value == values[0] for value in values) else values
         self._shared.run.config.update(common, allow_val_change=True)
-        self._told = len(self._configs)
+        self._sent = len(self._configs)
 
     def _entries(self, logs: logdict, lead: int) -> tuple[list[Entry], list[Exception]]:
         for name in logs.steps:
-            self._sorter.step_name(name)  # first come, first served: a step has its name, whatever keys are called
+            self._sorter.step_name(name)  # steps take their names before keys do
         return self._sorter.sort(logs, lead)
 
     def _write_rows(self, rows: _Rows, entries: list[Entry], problems: list[Exception]) -> None:
@@ -208,14 +205,14 @@ class WandbLogger(Logger):
         raise_problems(problems)
 
     def commit(self) -> None:
-        """Hand over the last rows."""
+        """Complete the last rows."""
         for rows in set(self._rows.values()):
             rows.commit()
 
     def finish(self, run: Run) -> None:
-        """End the W&B run; a shared one with the last of its runs."""
+        """End the W&B run; a shared one ends with the last of its runs."""
         if self.aggregate:
-            self._tell_configs()
+            self._send_configs()
         rows = self._rows.pop(run.id)
         if rows not in self._rows.values():
             rows.commit()
@@ -223,7 +220,7 @@ class WandbLogger(Logger):
 
 
 def _begin(kwargs: dict[str, Any], config: Mapping[str, Any], name: str | None) -> Any:
-    """A W&B run. `name` is None for one that stands for several keys."""
+    """Begin a W&B run; `name` is None for a shared one."""
     options = dict(kwargs)
     if name is not None:
         for field, variable in (("name", "WANDB_NAME"), ("id", "WANDB_RUN_ID")):
@@ -232,11 +229,11 @@ def _begin(kwargs: dict[str, Any], config: Mapping[str, Any], name: str | None) 
                 options[field] = f"{given}-{name}"
         options["name"] = options.get("name") or name
     options["config"] = {**(options.get("config") or {}), **_plain_config(config)}
-    options.setdefault("reinit", "create_new")  # a run that is there already, of ours or the user's, goes on
+    options.setdefault("reinit", "create_new")  # or runs that are open, ours or the user's, would end
     options["settings"] = _settings(options.get("settings"))
     wandb = client()
     run = wandb.init(**options)
-    # Otherwise `wandb.init()` would give it to the user, whose steps then come between ours, and those are dropped.
+    # Or `wandb.init()` would return it to the user, whose steps could make the client drop ours.
     hide = getattr(wandb.setup(), "remove_active_run", None)
     if hide is not None and options["reinit"] == "create_new":
         hide(run)
@@ -250,12 +247,12 @@ def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings(given: Any) -> Any:
-    """Fresh ones for every run: the client refuses to share them. What the user says, there or in variables, counts."""
+    """Make settings for one run, since the client refuses to share them. The user's settings and variables win."""
     settings = dict(given or {}) if isinstance(given, Mapping | None) else _those_set(given)
     if "WANDB_CONSOLE" not in os.environ:
-        settings.setdefault("console", "off")  # every run would take what the program prints for its own
+        settings.setdefault("console", "off")  # or every run would capture what the program prints
     if "WANDB_QUIET" not in os.environ:
-        settings.setdefault("quiet", True)  # a page of text per run, at the end
+        settings.setdefault("quiet", True)  # or every run would end with a page of text
     return client().Settings(**settings)
 
 
@@ -264,16 +261,16 @@ def _those_set(settings: Any) -> dict[str, Any]:
 
 
 def _together(entries: list[Entry]) -> list[_Row]:
-    """Rows in the order of their steps: what has the same ones stands together, unless a name would stand there twice.
+    """Make rows in the order of their steps; values with the same steps share a row, unless they have the same name.
 
-    Every name keeps the order of its events. Where its steps fall, a program has begun to count anew: what follows is
-    another round, which comes after all of this one.
+    Every name keeps the order of its events. Where its steps decrease, the program has started counting again: what
+    follows is another round, which comes after all of this one.
     """
     rows: dict[Any, _Row] = {}
     order: dict[Any, Any] = {}
     seen_under: collections.defaultdict[str, collections.Counter[Any]] = collections.defaultdict(collections.Counter)
     for entry in entries:
-        seen = seen_under[entry.name]  # statistics of lanes that disagree are several entries of one name
+        seen = seen_under[entry.name]  # lanes with different steps make several entries of one name
         round_, last = 0, -math.inf
         for steps, value in _events(entry):
             wanted = _main(steps)
@@ -291,9 +288,9 @@ def _events(entry: Entry) -> Iterator[tuple[Steps, Any]]:
     if entry.valid is not None:
         entry = entry.at(entry.valid)
     columns = [[(name, step) for step in plain(x)] for name, x in entry.steps.items()]
-    missing = [gone.tolist() for gone in missing_steps(entry.steps).values()]
+    missing = [x.tolist() for x in missing_steps(entry.steps).values()]
     for n, cell in enumerate(_cells(entry.value)):
-        yield tuple(column[n] for column, gone in zip(columns, missing, strict=True) if not gone[n]), cell
+        yield tuple(column[n] for column, is_missing in zip(columns, missing, strict=True) if not is_missing[n]), cell
 
 
 def _cells(value: np.ndarray | Histogram | Image) -> Iterator[Any]:
