@@ -19,11 +19,11 @@ import lox.testing
     [
         ({1: 2.0}, "`lox.log` got the key 1: keys are strings, not int."),
         ({("a",): 2.0}, "`lox.log` got the key ('a',): keys are strings, not tuple."),
-        ({"x": "loss"}, "`lox.log` cannot log the value of 'x': 'loss' is no array but str."),
-        ({"x": b"raw"}, "`lox.log` cannot log the value of 'x': b'raw' is no array but bytes."),
+        ({"x": "loss"}, "`lox.log` cannot log the value of 'x': 'loss' is not an array but str."),
+        ({"x": b"raw"}, "`lox.log` cannot log the value of 'x': b'raw' is not an array but bytes."),
         ({"x": None}, "`lox.log` cannot log 'x': None holds no array."),
         ({"x": {}}, "`lox.log` cannot log 'x': {} holds no array."),
-        ({"x": [1, "a"]}, "`lox.log` cannot log the value of 'x': 'a' is no array but str."),
+        ({"x": [1, "a"]}, "`lox.log` cannot log the value of 'x': 'a' is not an array but str."),
         ([("x", 1)], "`lox.log` takes a mapping from names to values, not list."),
         (3, "`lox.log` takes a mapping from names to values, not int."),
         (None, "`lox.log` takes a mapping from names to values, not NoneType."),
@@ -59,15 +59,15 @@ def test_a_number_too_large_for_an_array_names_its_key():
         (
             {"step": np.arange(2)},
             "`lox.log` got step 'step' with shape (2,): it must be a single number per event. "
-            "Log an array under a key of its own.",
+            "Log an array under its own key.",
         ),
         (
             {"episode": np.zeros((1, 0))},
             "`lox.log` got step 'episode' with shape (1, 0): it must be a single number per event. "
-            "Log an array under a key of its own.",
+            "Log an array under its own key.",
         ),
-        ({"step": "one"}, "`lox.log` cannot log step 'step': 'one' is no array but str."),
-        ({"step": None}, "`lox.log` cannot log step 'step': None is no array but NoneType."),
+        ({"step": "one"}, "`lox.log` cannot log step 'step': 'one' is not an array but str."),
+        ({"step": None}, "`lox.log` cannot log step 'step': None is not an array but NoneType."),
     ],
 )
 def test_bad_steps(steps, message):
@@ -725,12 +725,13 @@ def test_import_is_light():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tag": "metric"}, "`lox.log` cannot log step 'tag': 'metric' is no array but str. {} Did you mean 'tags'?"),
-        ({"reduction": "mean"}, "`lox.log` cannot log step 'reduction': 'mean' is no array but str. {} "
+        ({"tag": "metric"}, "`lox.log` cannot log step 'tag': 'metric' is not an array but str. {} "
+         "Did you mean 'tags'?"),
+        ({"reduction": "mean"}, "`lox.log` cannot log step 'reduction': 'mean' is not an array but str. {} "
          "Did you mean 'reduce'?"),
         ({"weights": np.ones(2)}, "`lox.log` got step 'weights' with shape (2,): it must be a single number per event. "
-         "Log an array under a key of its own. {} Did you mean 'weight'?"),
-        ({"name": "loss"}, "`lox.log` cannot log step 'name': 'loss' is no array but str."),
+         "Log an array under its own key. {} Did you mean 'weight'?"),
+        ({"name": "loss"}, "`lox.log` cannot log step 'name': 'loss' is not an array but str."),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lox.spool])
@@ -741,7 +742,7 @@ def test_an_argument_that_is_no_step_is_told_what_it_may_be(transform, given, me
 
 
 def test_steps_as_one_dict_are_told_how_to_write_them():
-    with pytest.raises(lox.LogTypeError, match=r"Write `step=3, episode=1`: every step is an argument of its own\.$"):
+    with pytest.raises(lox.LogTypeError, match=r"Write `step=3, episode=1`: every step is a separate argument\.$"):
         lox.log({"x": 1}, steps={"step": 3, "episode": 1})
 
 

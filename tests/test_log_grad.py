@@ -152,5 +152,5 @@ def test_a_step_has_no_part_in_the_gradient() -> None:
 
 
 def test_a_step_that_is_none_is_an_error() -> None:
-    with pytest.raises(lox.LogTypeError, match=r"step 'tag': 'x' is no array but str.*Did you mean 'tags'\?$"):
+    with pytest.raises(lox.LogTypeError, match=r"step 'tag': 'x' is not an array but str.*Did you mean 'tags'\?$"):
         lox.log_grad("ct", X, tag="x")

@@ -120,7 +120,7 @@ def test_log_rejects_what_is_no_log():
         state = logger.init(jax.random.key(0))
         with pytest.raises(TypeError, match="`log` got 3; give it a dict of values or a logdict"):
             logger.log(state, 3)
-        with pytest.raises(TypeError, match=r"the value of 'a'.*is no array but str"):
+        with pytest.raises(TypeError, match=r"the value of 'a'.*is not an array but str"):
             logger.log(state, {"a": "text"})
         with pytest.raises(TypeError, match="the key 3: keys are strings"):
             logger.log(state, {3: 3})

@@ -356,9 +356,9 @@ class logdict(dict[str, Any]):
         """
         lead = int(events) + lanes
         shapes = {
-            jax.tree_util.keystr((jax.tree_util.DictKey(key), *where)): np.shape(x)
+            jax.tree_util.keystr((jax.tree_util.DictKey(key), *tree_path)): np.shape(x)
             for key, tree in data.items()
-            for where, x in jax.tree_util.tree_leaves_with_path(tree)
+            for tree_path, x in jax.tree_util.tree_leaves_with_path(tree)
         }
         first = next(iter(shapes), "")
         for name, shape in shapes.items():

@@ -1,14 +1,14 @@
 """vmap of branches and of while loops that log.
 
-When lanes disagree, JAX runs both branches of a `cond` for all lanes, and a `while` until the last lane is done. Values
-are then selected; logs would all fire, in lanes that never took the branch or had already finished. These rules stand
-before JAX's own, and only where something logs.
+When lanes disagree, JAX runs both branches of a `cond` for all lanes, and a `while` until the last lane is done. It
+selects the values, but logs would also fire in lanes that never took the branch or had already finished. The rules here
+replace JAX's where something logs.
 
-* `cond`: the events of the branches become results, which JAX selects like any other; the merged events are then
-  logged after it. Branches that log alike stay rectangular, the others get a mask for each lane.
-* `while`: the body asks the condition which lanes are still running, and every log inside is masked with it.
+* `cond`: the events of the branches become results, which JAX selects like any others; the merged events are logged
+  after the branches. If all branches log the same, all lanes are valid; otherwise `valid` depends on the lane.
+* `while`: the body evaluates the condition to see which lanes are still running, and masks every log with it.
 
-The same holds for calls of the host, which a `tap` or a logger inside the vmap has put there.
+Host calls that a `tap` or a logger inside the vmap has made are treated in the same way.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ from lox._engine._event import Event, Meta
 from lox._engine._interpret import Frame, Handler, Retrace, Transformed, transformed, types_of, without_unwanted
 from lox._engine._primitive import bind
 
-# --- recording events, to log them later ---------------------------------------------------------
+# --- recording events to log them later ----------------------------------------------------------
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass
 class Slot:
-    """One event."""
+    """A recorded event."""
 
     operands: list[Any]
     meta: Meta
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """Where it was logged is no reason for two slots to differ."""
+        """Slots are compared without the lines that logged them."""
         return (self.operands,), dataclasses.replace(self.meta, site=Site(self.meta.site))
 
     @classmethod
@@ -49,16 +49,16 @@ class Slot:
         """The inverse of `tree_flatten`."""
         return cls(children[0], meta)
 
-    def masked(self, mask: Any) -> "Slot":
-        """The same event, under a condition more."""
-        operands, meta = Event.from_operands(self.meta, self.operands).masked(mask).to_operands()
+    def only_if(self, condition: Any) -> "Slot":
+        """The same event under a further condition."""
+        operands, meta = Event.from_operands(self.meta, self.operands).only_if(condition).to_operands()
         return Slot(operands, meta)
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass
 class Repeat:
-    """The events of a loop: every array below has one more leading axis."""
+    """The recorded events of a loop: every array inside has an additional leading axis."""
 
     body: list[Any]
     length: int
@@ -73,14 +73,14 @@ class Repeat:
         """The inverse of `tree_flatten`."""
         return cls(children[0], *aux)
 
-    def masked(self, mask: Any) -> "Repeat":
-        """The same events, under a condition more."""
-        body = jax.vmap(lambda body: [x.masked(mask) for x in body])(self.body)
+    def only_if(self, condition: Any) -> "Repeat":
+        """The same events under a further condition."""
+        body = jax.vmap(lambda body: [x.only_if(condition) for x in body])(self.body)
         return Repeat(body, self.length, self.reverse)
 
 
 class _Unbounded(Retrace):
-    """There is a loop of unknown length, whose events cannot be recorded."""
+    """Control flow: the events of a loop of unknown length cannot be recorded."""
 
 
 class Record(Handler):
@@ -93,17 +93,17 @@ class Record(Handler):
         return hash(Record)
 
     def event(self, frame: Frame, event: Event) -> None:
-        """Keep it for later."""
+        """Record it."""
         if frame.unbounded:
             raise _Unbounded
         frame.pieces.append([Slot(*event.in_scope().to_operands())])
 
     def gather(self, pieces: list[Any]) -> list[Any]:
-        """One list."""
+        """Join the lists."""
         return [slot for piece in pieces for slot in piece]
 
     def unroll(self, piece: list[Any], reverse: bool) -> list[Any]:
-        """A loop of them."""
+        """Make a loop of them."""
         leaves = jax.tree.leaves(piece)
         return [Repeat(piece, leaves[0].shape[0], reverse)] if leaves else []
 
@@ -113,7 +113,7 @@ class Record(Handler):
 
 
 def replay(slots: list[Any]) -> None:
-    """Log what was recorded."""
+    """Log recorded events."""
     for slot in slots:
         if isinstance(slot, Slot):
             bind(Event.from_operands(slot.meta, slot.operands))
@@ -127,15 +127,15 @@ def _signature(slot: Any) -> Any:
 
 
 def _align(branches: list[list[Any]]) -> list[Any] | None:
-    """For each branch a function that gives its events the common form; None if they have it already."""
+    """For each branch, a function that gives its events the common form; None if all have it already."""
     signatures = [[_signature(slot) for slot in slots] for slots in branches]
     if all(s == signatures[0] for s in signatures[1:]):
         return None
-    # The merged sequence: what each slot looks like, and the place it has in each branch.
+    # The merged sequence: a model of each slot, and its place in each branch that has it.
     merged: list[tuple[Any, dict[int, int]]] = []
     for number, slots in enumerate(branches):
-        theirs = [_signature(model) for model, _ in merged]
-        matches = difflib.SequenceMatcher(None, theirs, signatures[number], autojunk=False).get_matching_blocks()
+        before = [_signature(model) for model, _ in merged]
+        matches = difflib.SequenceMatcher(None, before, signatures[number], autojunk=False).get_matching_blocks()
         result, i, j = [], 0, 0
         for match in matches:
             result += merged[i : match.a]
@@ -151,7 +151,7 @@ def _align(branches: list[list[Any]]) -> list[Any] | None:
         for model, places in merged:
             slot = slots[places[number]] if number in places else jax.tree.map(_compat.zeros_of, model)
             if len(places) < len(branches):
-                slot = slot.masked(jnp.asarray(number in places))
+                slot = slot.only_if(jnp.asarray(number in places))
             fitted.append(slot)
         return fitted
 
@@ -162,9 +162,9 @@ def _align(branches: list[list[Any]]) -> list[Any] | None:
 
 
 def _vmap(axis_data: Any, fun: Any, args: Any, dims: Any, like: Any) -> Any:
-    """`fun(*args)` mapped over the axis that is being batched; it counts as mapped even if no argument is.
+    """Map `fun(*args)` over the axis that is being batched, even if no argument has it.
 
-    `like` is an array that has the axis and its dimension: all that is mapped has to be sharded like it.
+    `like` is an array that has the axis, and the axis: the new lanes are sharded like it.
     """
     mapped = jax.vmap(
         lambda _, *args: fun(*args),
@@ -179,7 +179,7 @@ def _vmap(axis_data: Any, fun: Any, args: Any, dims: Any, like: Any) -> Any:
 
 
 def _compiled(rule: Any) -> Any:
-    """A batching rule that makes one program of what it does."""
+    """A batching rule that compiles its operations into one program."""
 
     def compiled(args: Any, dims: Any, **params: Any) -> Any:
         box: list[Any] = []
@@ -195,28 +195,28 @@ def _compiled(rule: Any) -> Any:
 
 
 def _depending_on(index: Any, x: Any) -> Any:
-    """`x`, such that JAX cannot know that it does not depend on the index of a branch, which is not negative."""
+    """Make `x` depend on the index of a branch, which is not negative, without changing its value."""
     if _arrays.is_prng_key(x.dtype):
         return lax.select(index >= 0, x, x)
-    # Not a sum, which makes 0.0 of -0.0.
+    # Not a sum, which turns -0.0 into 0.0.
     return x | (index < 0) if x.dtype == bool else x - (index * 0).astype(x.dtype)
 
 
-def _knows_no_mesh(x: Any, dim: Any) -> bool:
-    """If it is the same for all lanes, and JAX could not give each of them its copy."""
+def _lacks_mesh(x: Any, dim: Any) -> bool:
+    """Whether an operand is the same for all lanes and has no mesh, so that JAX cannot copy it to each lane."""
     return dim is None and _compat.aval_of(x).sharding.mesh.empty
 
 
 def _select_branch(axis_data: Any, args: Any, dims: Any, *, branches: Any) -> Any:
-    """As JAX's own rule for lanes that disagree, but what knows no mesh is not given to each lane.
+    """Batch like JAX's rule for lanes that disagree, but do not copy an operand without a mesh to each lane.
 
-    Over an explicitly sharded axis that rule fails for such an operand. Often it is the number of an iteration and all
-    that the branch does with it is to log it: without logs, JAX would not have met it.
+    Over an explicitly sharded axis that rule fails for such an operand. Often it is the number of an iteration that the
+    branch only logs: without the log, JAX would not have failed.
     """
 
     def lane(index: Any, *xs: Any) -> list[Any]:
         def results(number: int, branch: Any) -> list[Any]:
-            # As in JAX: no gradient goes where the branch was not taken.
+            # As in JAX: a branch that was not taken gets no gradient.
             taken = [
                 lax.select(index == number, x, lax.stop_gradient(x)) if gradient or dim is not None else x
                 for x, dim, gradient in zip(xs, dims[1:], differentiable, strict=True)
@@ -234,7 +234,7 @@ def _select_branch(axis_data: Any, args: Any, dims: Any, *, branches: Any) -> An
 
 def _cond_rule(original: Any, axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
     rule = functools.partial(original, axis_data, **params)
-    if dims[0] is not None and axis_data.explicit_mesh_axis is not None and any(map(_knows_no_mesh, args, dims)):
+    if dims[0] is not None and axis_data.explicit_mesh_axis is not None and any(map(_lacks_mesh, args, dims)):
         rule = functools.partial(_select_branch, axis_data)
     branches = tuple(without_unwanted(branches))
     calls = any(map(_compat.calls_host, branches))
@@ -242,32 +242,32 @@ def _cond_rule(original: Any, axis_data: Any, args: Any, dims: Any, *, branches:
         return rule(args, dims, branches=branches)
     types = _compat.in_avals(branches[0])
     try:
-        if calls:  # of a tap or a logger inside the vmap: they cannot be put off until the branches are merged
+        if calls:  # of a tap or a logger inside the vmap, which cannot wait until the branches are merged
             raise _Unbounded
-        entries = [Transformed(Record(), branch, (), False, "") for branch in branches]
+        bodies = [Transformed(Record(), branch, (), False, "") for branch in branches]
     except _Unbounded:
         return rule((args[0], *args), (dims[0], *dims), branches=_masking.masked_branches(branches, args[0]))
-    fits = _align([e.piece for e in entries]) or [lambda slots: slots] * len(entries)
+    fits = _align([b.piece for b in bodies]) or [lambda slots: slots] * len(bodies)
     box: list[Any] = []
 
-    def recorded(entry: Transformed, fit: Any) -> Any:
+    def recorded(body: Transformed, fit: Any) -> Any:
         def branch(index: Any, *xs: Any) -> list[Any]:
-            outs, _, slots = entry.unpack(_compat.jaxpr_as_fun(entry.jaxpr)(*xs))
+            outs, _, slots = body.unpack(_compat.jaxpr_as_fun(body.jaxpr)(*xs))
             flat, tree = jax.tree.flatten(fit(slots))
             box.append(tree)
             if axis_data.explicit_mesh_axis is not None:
-                # JAX forgets to shard what does not depend on the lane, and cannot select it then.
+                # JAX does not shard values that do not depend on the lane, and then cannot select them.
                 flat = [_depending_on(index, x) for x in flat]
             return [*outs, *flat]
 
         return _compat.make_jaxpr(branch, [_compat.scalar_type(jnp.int32, args[0]), *types])
 
-    silent = tuple(recorded(e, fit) for e, fit in zip(entries, fits, strict=True))
+    silent = tuple(map(recorded, bodies, fits))
     if jax.sharding.get_abstract_mesh().empty and any(_compat.explicit_sharding(_compat.aval_of(x)) for x in args):
-        # Outside of jit, JAX does not know the devices of what a branch makes for want of an event.
+        # Outside of jit, JAX does not know the devices of the zeros that a branch makes for a missing event.
         rule = _compiled(rule)
     outs, out_dims = rule((args[0], *args), (dims[0], *dims), branches=silent)
-    count = entries[0].outs
+    count = bodies[0].outs
     log = lambda *flat: replay(jax.tree.unflatten(box[0], flat))  # noqa: E731
     _vmap(axis_data, log, outs[count:], out_dims[count:], (args[0], dims[0]))
     return outs[:count], out_dims[:count]
@@ -288,14 +288,13 @@ def _while_rule(
     cond_jaxpr, body_jaxpr = without_unwanted([cond_jaxpr, body_jaxpr])
     counts = dict(cond_nconsts=cond_nconsts, body_nconsts=body_nconsts)
     plain = functools.partial(rule, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)
-    masked = bool(_compat.out_avals(cond_jaxpr)[0].shape)  # by an inner vmap: then it knows its lanes already
-    concerned = any(_compat.has_logs(jaxpr) or _compat.calls_host(jaxpr) for jaxpr in (cond_jaxpr, body_jaxpr))
-    if masked or not concerned:
+    masked = bool(_compat.out_avals(cond_jaxpr)[0].shape)  # by an inner vmap
+    if masked or not any(map(_compat.reports, (cond_jaxpr, body_jaxpr))):
         return plain()
     loop = dict(cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)
-    own, own_args, own_dims = _masking.masked_loop(loop, args, dims)
-    if own is not loop:  # goes on for all lanes alike, and finished ones keep their values
-        return rule(own_args, own_dims, **own)
+    masked_loop, masked_args, masked_dims = _masking.masked_loop(loop, args, dims)
+    if masked_loop is not loop:  # one of Equinox's, which runs for all lanes together
+        return rule(masked_args, masked_dims, **masked_loop)
     trial = _compat.make_jaxpr(
         lambda *xs: rule(xs, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)[0], types_of(list(args))
     )
@@ -303,10 +302,10 @@ def _while_rule(
     if not _compat.out_avals(loop.params["cond_jaxpr"])[0].shape:
         return plain()  # all lanes make the same number of iterations
 
-    # Lanes that have finished keep their values, so that the condition still tells which they are. In the body nothing
-    # but logs asks it: without them it is the loop that it would have been.
+    # Finished lanes keep their values, so the condition still tells which they are. In the body only logs use it:
+    # without them it would be the original loop.
     n_consts = cond_nconsts + body_nconsts
-    cond_consts, cond_reports = args[:cond_nconsts], _compat.has_logs(cond_jaxpr) or _compat.calls_host(cond_jaxpr)
+    cond_consts, cond_reports = args[:cond_nconsts], _compat.reports(cond_jaxpr)
     silent = transformed(Frame(_masking.Silence(), ()), cond_jaxpr, ()).jaxpr if cond_reports else cond_jaxpr
 
     def body(*xs: Any) -> list[Any]:
@@ -335,14 +334,13 @@ def _while_rule(
 
 def _scan_rule(original: Any, axis_data: Any, args: Any, dims: Any, *, jaxpr: Any, **params: Any) -> Any:
     (jaxpr,) = without_unwanted([jaxpr])
-    reports = _compat.has_logs(jaxpr) or _compat.calls_host(jaxpr)
-    if reports and _masking.mentions_any_lane(jaxpr):
+    if _compat.reports(jaxpr) and _masking.mentions_any_lane(jaxpr):
         jaxpr = transformed(Frame(_masking.Rebind(), ()), jaxpr, ()).jaxpr
     return original(axis_data, args, dims, jaxpr=jaxpr, **params)
 
 
 def install() -> None:
-    """Put the rules in place."""
+    """Replace JAX's rules."""
     _compat.batch_by(primitives.scan_p, _scan_rule)
     _compat.batch_by(primitives.cond_p, _cond_rule)
     _compat.batch_by(primitives.while_p, _while_rule)

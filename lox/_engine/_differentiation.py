@@ -1,10 +1,9 @@
-"""Partial evaluation of what logs: every event once, in the forward pass.
+"""Partial evaluation of programs that log: every event once, in the forward pass.
 
-Differentiating, JAX splits a program in what is known now and what is left for later. Three of its rules would move,
-lose or repeat logs. These stand before them, and only where something logs:
+To differentiate, JAX splits a program into a part that it runs now and a part for later. Three of its rules would move,
+lose or repeat logs. The rules here replace them where something logs:
 
-* A scan evaluates once, outside, what does not change from one iteration to the next. A primitive with logs inside has
-  to stay where it is.
+* A scan evaluates loop invariants once, outside of the loop. A primitive with logs has to stay inside.
 * `jax.linearize` of a while loop runs the known part, and later the whole loop again for the rest. The second time
   must be silent.
 * So must the loop that remat runs again in the backward pass.
@@ -22,7 +21,7 @@ _while_p = primitives.while_p
 
 
 def _reports(params: dict[str, Any]) -> bool:
-    return any(_compat.has_logs(jaxpr) or _compat.calls_host(jaxpr) for jaxpr in _compat.sub_jaxprs(params))
+    return any(map(_compat.reports, _compat.sub_jaxprs(params)))
 
 
 def _silent(params: dict[str, Any]) -> dict[str, Any]:
@@ -31,13 +30,13 @@ def _silent(params: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Later:
-    """Stands for a trace, and remembers what shall be run later instead of noting it down at once."""
+    """Stands for a trace, and remembers the equation that it would stage out."""
 
     def __init__(self) -> None:
         self.outs: list[object] = []
 
     def default_process_primitive(self, primitive: Any, tracers: Any, params: Any) -> list[object]:
-        """One placeholder for every result."""
+        """Return a placeholder for every result."""
         del tracers
         self.outs = [object() for _ in _compat.out_avals(params["body_jaxpr"])]
         return self.outs
@@ -46,7 +45,7 @@ class _Later:
 def _linearized_while(rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
     later = _Later()
     outs = list(rule(later, *tracers, **params))
-    if outs == later.outs:  # nothing has been run yet
+    if outs == later.outs:  # nothing is known, so nothing has run yet
         return trace.default_process_primitive(_while_p, tracers, params)
     rest = trace.default_process_primitive(_while_p, tracers, _silent(params))
     return [rest[later.outs.index(x)] if x in later.outs else x for x in outs]
@@ -71,7 +70,7 @@ def _while_under_remat(rule: Any, saveable: Any, unks_in: Any, inst_in: Any, eqn
 
 
 def install() -> None:
-    """Put the rules in place."""
+    """Replace JAX's rules."""
     _compat.evaluate_partially_by(_stay_in_place)
     _compat.rematerialize_by(_while_p, _while_under_remat)
     _compat.inline_calls()

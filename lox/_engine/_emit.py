@@ -1,8 +1,8 @@
-"""From the device to the host.
+"""Events on their way from the device to the host.
 
-`emit_p` hands one event to a host function. It takes a token and returns it: events that shall arrive in order pass
-the token from one to the next, an ordinary data dependency that works under every transformation. (JAX's own ordered
-effects do not: they fail under vmap, grad and on several devices.) All lanes of a vmap travel in one call.
+`emit_p` hands a packet of events to a host function. It takes a token and returns it: packets that must arrive in order
+pass the token from one to the next, an ordinary data dependency that works under every transformation. (JAX's own
+ordered effects fail under vmap, under grad and on several devices.) All lanes of a vmap travel in one call.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from lox._data._logdict import Layout, logdict
 from lox._data._series import Series
 from lox._engine._event import Event, Meta
 
-# Takes the events of one call, and the token: negative if events come in no order. May return another token.
+# Takes the events of one call, and the token: negative if events are unordered. May return another token.
 Deliver = Callable[[logdict, int], int | None]
 
 emit_p = _compat.Primitive("lox_emit")
@@ -43,7 +43,7 @@ def new_token() -> Any:
 def emit(deliver: Deliver, event: Event, token: Any = None, conditional: bool = False) -> Any:
     """Hand an event to `deliver` on the host; returns the token for the next one.
 
-    With `conditional` the event's mask is looked at on the device, and the host is called only if it happened.
+    With `conditional` the device checks whether the event is valid, and calls the host only then.
     """
     for key, leaves in event.values.items():
         _check_reachable(key, event.site, leaves)
@@ -51,20 +51,20 @@ def emit(deliver: Deliver, event: Event, token: Any = None, conditional: bool = 
     return _bind(deliver, OneEvent(meta), operands, token, conditional)
 
 
-def emit_block(deliver: Deliver, series: Iterable[Series], token: Any, conditional: bool = False) -> Any:
-    """The same for several events of each key, which come with an event axis."""
+def emit_series(deliver: Deliver, series: Iterable[Series], token: Any, conditional: bool = False) -> Any:
+    """Hand several events of each key to `deliver`, as one packet."""
     series = list(series)
     for x in series:
         _check_reachable(x.key, str(x.site), x.values)
     leaves, treedef = jax.tree.flatten([x.expanded() for x in series])
-    return _bind(deliver, Block(treedef), leaves, token, conditional)
+    return _bind(deliver, ManyEvents(treedef), leaves, token, conditional)
 
 
 def once(emit: Callable[[list[str], Any], Any], parts: dict[str, Any], alike: frozenset[Any], token: Any) -> Any:
-    """Emit keys, `emit(keys, token)`, given all that leaves with each of them; returns the next token.
+    """Emit each key once by `emit(keys, token)`; returns the next token. `parts` has all arrays of each key.
 
-    What is the same on all devices along some mesh axes of a shard_map leaves from the first of them: with what varies,
-    if that leaves too. `alike` are the axes along which devices differ only in what has a type that says so.
+    A key that is the same on all devices along some mesh axes of a shard_map leaves from the first device, together
+    with keys that vary. `alike` are the axes along which devices differ only in values whose types say so.
     """
     groups: dict[frozenset[Any], list[str]] = {}
     for key, part in parts.items():
@@ -88,7 +88,7 @@ def _check_reachable(key: str, site: str, leaves: list[Laned]) -> None:
         raise _errors.partly_explicit(key, site, axes)
     for x in leaves:
         if axes := _compat.unreduced_axes(x.tree):
-            raise _errors.unreduced(key, site, axes)  # XLA would end the process
+            raise _errors.unreduced(key, site, axes)  # XLA would abort the process
 
 
 def _bind(deliver: Deliver, packet: Any, operands: list[Any], token: Any, conditional: bool) -> Any:
@@ -101,59 +101,59 @@ def _bind(deliver: Deliver, packet: Any, operands: list[Any], token: Any, condit
 
 @emit_p.def_effectful_abstract_eval
 def _abstract_eval(token: Any, *avals: Any, ordered: bool, **params: Any) -> Any:
-    # In program order with respect to all other host calls that are, or only to those that the token passes through.
+    # Ordered with all other ordered host calls, or only with those that the token passes through.
     del avals, params
     return [token], _compat.host_call_effects if ordered else {_compat.emit_effect}
 
 
-# --- what travels --------------------------------------------------------------------------------
+# --- packets -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class OneEvent:
-    """One event: the operands are those of `log_p`."""
+    """A packet with one event: the operands are those of `log_p`."""
 
     meta: Meta
 
     def origin(self) -> Any:
-        """Which log it comes from."""
+        """The log it comes from."""
         return self.meta.site, self.meta.keys
 
     def batched(self, operands: list[Any], dims: list[Any]) -> tuple[list[Any], "OneEvent"]:
-        """The same with one more lane, outermost."""
+        """The same with an additional outermost lane."""
         moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
         depth = max(map(len, self.meta.flags))
         flags = tuple((d is not None, *(f or (False,) * depth)) for d, f in zip(dims, self.meta.flags, strict=True))
         return moved, OneEvent(dataclasses.replace(self.meta, flags=flags))
 
-    def masked(self, operands: list[Any], mask: Any) -> tuple[list[Any], "OneEvent"]:
-        """The same under a condition more."""
-        event = Event.from_operands(self.meta, operands).masked(mask)
+    def only_if(self, operands: list[Any], condition: Any) -> tuple[list[Any], "OneEvent"]:
+        """The same under a further condition."""
+        event = Event.from_operands(self.meta, operands).only_if(condition)
         operands, meta = event.to_operands()
         return operands, OneEvent(meta)
 
-    def happened(self, operands: list[Any]) -> Any:
-        """Whether it happened in any lane."""
-        return jnp.any(operands[-1]) if self.meta.masked else jnp.ones((), bool)
+    def any_valid(self, operands: list[Any]) -> Any:
+        """Whether it is valid in any lane."""
+        return jnp.any(operands[-1]) if self.meta.has_valid else jnp.ones((), bool)
 
     def reader(self, ndims: list[int]) -> Callable[..., logdict | None]:
-        """What makes logs of the arrays, on the host."""
+        """A function that turns the arrays into logs, on the host."""
         return EventReader(self.meta, ndims)
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """Several events of each key: the operands are the leaves of a list of series."""
+class ManyEvents:
+    """A packet with several events of each key: the operands are the leaves of a list of series."""
 
     treedef: Any
 
     def origin(self) -> Any:
-        """Which logs they come from."""
+        """The logs they come from."""
         series = self._series([0] * self.treedef.num_leaves)
         return tuple((s.key, str(s.site)) for s in series)
 
-    def batched(self, operands: list[Any], dims: list[Any]) -> tuple[list[Any], "Block"]:
-        """The same with one more lane, outermost but for the event axis."""
+    def batched(self, operands: list[Any], dims: list[Any]) -> tuple[list[Any], "ManyEvents"]:
+        """The same with an additional outermost lane, which comes after the event axis."""
         moved = [x if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(operands, dims, strict=True)]
         mapped = iter([d is not None for d in dims])
 
@@ -163,24 +163,24 @@ class Block:
             return jax.tree.map(add, series, is_leaf=_is_laned)
 
         leaves, treedef = jax.tree.flatten([add_lane(series) for series in self._series(moved)])
-        return leaves, Block(treedef)
+        return leaves, ManyEvents(treedef)
 
-    def masked(self, operands: list[Any], mask: Any) -> tuple[list[Any], "Block"]:
-        """The same under a condition more."""
+    def only_if(self, operands: list[Any], condition: Any) -> tuple[list[Any], "ManyEvents"]:
+        """The same under a further condition."""
         series = []
         for s in self._series(operands):
             valid = s.valid or Laned(jnp.ones(s.count(), bool))
-            series.append(dataclasses.replace(s, valid=valid.map(lambda v: v & mask)))
+            series.append(dataclasses.replace(s, valid=valid.map(lambda v: v & condition)))
         leaves, treedef = jax.tree.flatten(series)
-        return leaves, Block(treedef)
+        return leaves, ManyEvents(treedef)
 
-    def happened(self, operands: list[Any]) -> Any:
-        """Whether any of them happened in any lane."""
-        masks = [s.valid for s in self._series(operands)]
-        return functools.reduce(operator.or_, [jnp.ones((), bool) if m is None else jnp.any(m.tree) for m in masks])
+    def any_valid(self, operands: list[Any]) -> Any:
+        """Whether any of them is valid in any lane."""
+        valids = [s.valid for s in self._series(operands)]
+        return functools.reduce(operator.or_, [jnp.ones((), bool) if v is None else jnp.any(v.tree) for v in valids])
 
     def reader(self, ndims: list[int]) -> Callable[..., logdict | None]:
-        """What makes logs of the arrays, on the host."""
+        """A function that turns the arrays into logs, on the host."""
         del ndims
         return self._read
 
@@ -202,8 +202,7 @@ def _is_laned(x: Any) -> bool:
 class EventReader:
     """Turns the operands of one event into a logdict.
 
-    What does not change from event to event is worked out once: a callback costs a few microseconds, and making an
-    `Event` first would cost more than that.
+    Everything static is computed once: a callback takes a few microseconds, and making an `Event` would take longer.
     """
 
     def __init__(self, meta: Meta, ndims: list[int]):
@@ -212,8 +211,8 @@ class EventReader:
         first_step = sum(t.num_leaves for t in meta.treedefs)
         self.step_index = {name: first_step + n for n, name in enumerate(steps)}
         flags = tuple(map(unnamed, meta.flags))
-        mask_flags = flags[-1] if meta.masked else ()
-        self.lane_mask = any(mask_flags)
+        valid_flags = flags[-1] if meta.has_valid else ()
+        self.valid_by_lane = any(valid_flags)
         self.slices: list[tuple[str, Any, slice]] = []
         self.layouts: dict[str, Layout] = {}
         start = 0
@@ -225,15 +224,15 @@ class EventReader:
                 flags[start:stop],
                 tuple(ndims[start:stop]),
                 tuple((name, flags[n]) for name, n in sorted(self.step_index.items())),
-                mask_flags if self.lane_mask else (),
+                valid_flags if self.valid_by_lane else (),
                 one_event=True,
             )
             start = stop
         self.single = jax.tree.structure(0)
 
     def __call__(self, *operands: Any) -> logdict | None:
-        """The event, or None if it did not happen."""
-        if self.meta.masked and not operands[-1].any():
+        """The event, or None if it is not valid."""
+        if self.meta.has_valid and not operands[-1].any():
             return None
         arrays = [np.array(x) for x in operands]
         logs = logdict()
@@ -243,7 +242,7 @@ class EventReader:
             dict.__setitem__(logs, key, value)
         for name, n in self.step_index.items():
             logs.steps[name] = dict.fromkeys(self.meta.keys, arrays[n])
-        if self.lane_mask:
+        if self.valid_by_lane:
             logs.valid = dict.fromkeys(self.meta.keys, arrays[-1])
         logs._layouts = dict(self.layouts)
         return logs
@@ -251,15 +250,15 @@ class EventReader:
 
 # --- the call ------------------------------------------------------------------------------------
 
-# One event at a time, as a callback expects: several devices may call at once.
+# Several devices may call at once, but a callback expects one event at a time.
 _delivering = threading.RLock()
 
 
 class CallbackError(Exception):
-    """Takes the place of what a callback has raised on its way through XLA, which passes on the text only.
+    """Stands for the exception of a callback on its way through XLA, which passes on only the text.
 
-    The text has a number, by which the caller of the program finds what was raised: one callback may fail in several
-    programs at once, and one program may have several callbacks.
+    A number in the text identifies the exception: one callback may fail in several programs at once, and one program
+    may have several callbacks.
     """
 
     def __init__(self, error: BaseException):
@@ -273,11 +272,11 @@ class CallbackError(Exception):
 
 _numbers = itertools.count()
 _raised: dict[int, BaseException] = {}
-_KEPT = 64  # nobody may ever wait for the program
+_KEPT = 64  # limited, as nobody may ever wait for the program
 
 
 def error_behind(raised: Exception) -> BaseException | None:
-    """What a callback has raised, if that is why a program has failed."""
+    """The exception of a callback, if that is why a program failed."""
     if isinstance(raised, jax.errors.JaxRuntimeError):
         for number in re.findall(r"\(callback error (\d+) of lox\)", str(raised)):
             if int(number) in _raised:
@@ -289,7 +288,7 @@ def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[...,
     read = packet.reader(ndims)
 
     def call(token: Any, *operands: Any) -> tuple[Any]:
-        # The runtime reuses its buffers after the call: the reader has copied what the callback gets and may keep.
+        # The reader copies, as the runtime reuses its buffers after the call and the callback may keep its arrays.
         logs = read(*operands)
         if logs is None:
             return (token,)
@@ -304,8 +303,8 @@ def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[...,
 def _impl(token: Any, *operands: Any, deliver: Deliver, packet: Any, **params: Any) -> list[Any]:
     del params
     with _compat.own_transfers():
-        # The token first: once it is there, what was emitted before has arrived, and no computation is under way with
-        # which the conversions could get into each other's way.
+        # The token first: once it is there, earlier packets have arrived, and no computation is running that the
+        # conversions could deadlock with.
         order = np.asarray(token)
         arrays = [np.asarray(_arrays.as_array(x)) for x in operands]
     (new,) = _host_call(deliver, packet, [x.ndim for x in arrays])(order, *arrays)
@@ -316,7 +315,7 @@ def _impl(token: Any, *operands: Any, deliver: Deliver, packet: Any, **params: A
 def _lower(ctx: Any, *operands: Any, deliver: Deliver, packet: Any, conditional: bool, ordered: bool) -> Any:
     if conditional:
         params = dict(deliver=deliver, packet=packet, ordered=ordered)
-        return mlir.lower_fun(_emit_if_happened, multiple_results=True)(ctx, *operands, **params)
+        return mlir.lower_fun(_emit_if_valid, multiple_results=True)(ctx, *operands, **params)
     call = _host_call(deliver, packet, [len(a.shape) for a in ctx.avals_in[1:]])
 
     def numbered(*arrays: Any) -> tuple[Any]:
@@ -328,10 +327,10 @@ def _lower(ctx: Any, *operands: Any, deliver: Deliver, packet: Any, conditional:
     return _compat.lower_in_whole_bytes(ctx, numbered, operands)
 
 
-def _emit_if_happened(token: Any, *operands: Any, **params: Any) -> list[Any]:
-    # Only here, where nothing can batch it any more: vmap would make a select of the cond, and the call unconditional.
+def _emit_if_valid(token: Any, *operands: Any, **params: Any) -> list[Any]:
+    # Only at lowering: vmap would turn an earlier cond into a select, and make the call unconditional.
     emit = lambda token: emit_p.bind(token, *operands, conditional=False, **params)  # noqa: E731
-    return jax.lax.cond(params["packet"].happened(list(operands)), emit, lambda token: [token], token)
+    return jax.lax.cond(params["packet"].any_valid(list(operands)), emit, lambda token: [token], token)
 
 
 mlir.register_lowering(emit_p, _lower)
@@ -347,13 +346,13 @@ def _batch(axis_data: Any, operands: Any, dims: Any, *, packet: Any, **params: A
 batching.fancy_primitive_batchers[emit_p] = _batch
 
 
-def _masked(mask: Any, token: Any, *operands: Any, packet: Any, **params: Any) -> list[Any]:
-    moved, packet = packet.masked(list(operands), mask)
+def _masked(condition: Any, token: Any, *operands: Any, packet: Any, **params: Any) -> list[Any]:
+    moved, packet = packet.only_if(list(operands), condition)
     return emit_p.bind(token, *moved, packet=packet, **params)
 
 
-# For every primitive that calls the host: how to bind it such that it counts only where a condition holds. Where lanes
-# disagree about a branch, JAX runs it for all of them.
+# How to bind each primitive that calls the host such that it counts only where a condition holds: JAX runs a branch for
+# all lanes if they disagree about it.
 MASKABLE: dict[Any, Callable[..., list[Any]]] = {emit_p: _masked}
 
 # The identity, for tokens.

@@ -1,4 +1,4 @@
-"""One execution of `lox.log`: its static part, its arrays, and the way from and to the operands of a primitive."""
+"""One execution of `lox.log`: its static part, its arrays, and its conversion to and from operands of a primitive."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ PyTreeDef = Any
 class Meta:
     """The static part of an event: everything but its arrays.
 
-    `log_p` has one operand for every leaf of every key, then one for every step, then the weight and the mask if
-    there are any; `flags` has the lanes of each.
+    `log_p` has an operand for every leaf of every key, then one for every step, then the weight and `valid` if there
+    are any; `flags` has the lanes of each.
     """
 
     keys: tuple[str, ...]
@@ -26,9 +26,9 @@ class Meta:
     steps: tuple[str, ...]
     tags: frozenset[str]
     weighted: bool
-    masked: bool
+    has_valid: bool
     explicit: bool
-    seen: bool  # by a tap or spool that let it flow on: the default sink stays silent
+    seen: bool  # by a tap or spool that let it flow on, so that the default sink ignores it
     site: str
     flags: tuple[Flags, ...]
 
@@ -42,16 +42,16 @@ class Event:
     reductions: dict[str, _reduce.Reduction | None]
     steps: dict[str, Laned]
     weight: Laned | None
-    mask: Laned | None
+    valid: Laned | None
     tags: frozenset[str]
     explicit: bool
     seen: bool
     site: str
-    path: str = ""  # of the scopes around it
+    scope: str = ""  # the names of the scopes around it, as a prefix
 
     @classmethod
-    def from_operands(cls, meta: Meta, operands: Iterable[Any], path: str = "") -> "Event":
-        """Sort the operands of `log_p`."""
+    def from_operands(cls, meta: Meta, operands: Iterable[Any], scope: str = "") -> "Event":
+        """Make an event of the operands of `log_p`."""
         rest = iter([Laned(_arrays.as_array(x), f) for x, f in zip(operands, meta.flags, strict=True)])
         return cls(
             values={
@@ -61,17 +61,17 @@ class Event:
             reductions=dict(zip(meta.keys, meta.reductions, strict=True)),
             steps={s: next(rest) for s in meta.steps},
             weight=next(rest) if meta.weighted else None,
-            mask=next(rest) if meta.masked else None,
+            valid=next(rest) if meta.has_valid else None,
             tags=meta.tags,
             explicit=meta.explicit,
             seen=meta.seen,
             site=meta.site,
-            path=path,
+            scope=scope,
         )
 
     @classmethod
     def from_series(cls, series: Series) -> "Event":
-        """The event that contributes this series of one."""
+        """The event that contributes this series of a single event."""
         key = series.key
         return cls(
             values={key: series.values},
@@ -79,7 +79,7 @@ class Event:
             reductions={key: None},
             steps=series.steps,
             weight=None,
-            mask=series.valid,
+            valid=series.valid,
             tags=frozenset(),
             explicit=False,
             seen=False,
@@ -89,7 +89,7 @@ class Event:
     def to_operands(self) -> tuple[list[Any], Meta]:
         """The inverse of `from_operands`."""
         laned = [x for leaves in self.values.values() for x in leaves] + list(self.steps.values())
-        laned += [x for x in (self.weight, self.mask) if x is not None]
+        laned += [x for x in (self.weight, self.valid) if x is not None]
         meta = Meta(
             keys=tuple(self.values),
             treedefs=tuple(self.treedefs[k] for k in self.values),
@@ -97,7 +97,7 @@ class Event:
             steps=tuple(self.steps),
             tags=self.tags,
             weighted=self.weight is not None,
-            masked=self.mask is not None,
+            has_valid=self.valid is not None,
             explicit=self.explicit,
             seen=self.seen,
             site=self.site,
@@ -113,32 +113,32 @@ class Event:
         """The part of the event that concerns these keys."""
         return self.replace(values={k: self.values[k] for k in self.values if k in set(keys)})
 
-    def masked(self, mask: Any) -> "Event":
-        """The same event, under a condition more."""
-        if self.mask is not None:
-            return self.replace(mask=Laned(self.mask.tree & mask, self.mask.flags))
-        return self.replace(mask=Laned(mask, (False,) * len(next(iter(self.values.values()))[0].flags)))
+    def only_if(self, condition: Any) -> "Event":
+        """The same event under a further condition."""
+        if self.valid is not None:
+            return self.replace(valid=Laned(self.valid.tree & condition, self.valid.flags))
+        return self.replace(valid=Laned(condition, (False,) * len(next(iter(self.values.values()))[0].flags)))
 
     def owned(self) -> "Event":
-        """The same event with arrays that nobody else can donate."""
+        """The same event with copies of its arrays, which the program cannot donate."""
         operands, meta = self.to_operands()
-        return Event.from_operands(meta, _arrays.owned(operands), self.path)
+        return Event.from_operands(meta, _arrays.owned(operands), self.scope)
 
     def prefixed(self, prefix: str) -> "Event":
-        """The same event under longer names."""
+        """The same event with a prefix in front of its keys."""
         if not prefix:
             return self
-        renamed = lambda of: {prefix + k: v for k, v in of.items()}  # noqa: E731
+        renamed = lambda by_key: {prefix + k: v for k, v in by_key.items()}  # noqa: E731
         return self.replace(
             values=renamed(self.values), treedefs=renamed(self.treedefs), reductions=renamed(self.reductions)
         )
 
     def in_scope(self) -> "Event":
-        """The same event under the names that users see: those of the scopes around it included.
+        """The same event with the keys that users see, scopes included.
 
-        What is bound again where it was must not have them, since the scopes are still around it.
+        Not for an event that is bound again in place, where the scopes are still around it.
         """
-        return self.prefixed(self.path).replace(path="")
+        return self.prefixed(self.scope).replace(scope="")
 
     def series(self, key: str) -> Series:
         """What the event contributes to one of its keys."""
@@ -146,7 +146,7 @@ class Event:
         return Series(
             values=[strong(x) for x in self.values[key]],
             steps={name: strong(x) for name, x in self.steps.items()},
-            valid=self.mask,
+            valid=self.valid,
             treedef=self.treedefs[key],
             single=True,
             key=key,
@@ -154,7 +154,7 @@ class Event:
         )
 
     def as_logdict(self) -> logdict:
-        """The event as users see it: no event axis."""
+        """The event as users see it, without an event axis."""
         logs = logdict()
         for key in self.values:
             logs._set_series(self.series(key))

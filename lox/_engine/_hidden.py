@@ -1,14 +1,14 @@
 """Logs that JAX would hide from a transformation.
 
-A transformation finds logs by looking into what it runs. Three things cannot be looked into, or are never shown to it:
+A transformation finds logs by looking into what it runs. It cannot look into three things, or never sees them:
 
-* A jitted function that has run before: JAX's C++ cache answers, past every trace, unless the program has effects. Some
-  primitives keep the effects of their body to themselves. So every compiled program that logs is marked, and a marked
-  one never enters that cache.
+* A jitted function that has run before: JAX's C++ cache answers and bypasses every trace, unless the program has
+  effects, and some primitives do not pass on the effects of their body. So every compiled program that logs is marked,
+  and a marked one never enters that cache.
 * An executable, `jit(f).lower(x).compile()`: all that is left of its logs is the mark.
-* A primitive that holds a Python function instead of a jaxpr. That it logs shows when the function is called.
+* A primitive that holds a Python function instead of a jaxpr, which shows that it logs only when it is called.
 
-Where a transformation is around, each of them is an error instead of an event that is lost.
+Inside a transformation each of them is an error instead of a lost event.
 """
 
 import threading
@@ -30,7 +30,7 @@ _around = _Around()  # how many transformations are on the stack of this thread
 
 @contextmanager
 def transforming() -> Iterator[None]:
-    """While a transformation runs a function: its logs must not get past it."""
+    """Mark that a transformation runs a function, so that no log may bypass it."""
     _around.depth += 1
     try:
         yield
@@ -39,20 +39,20 @@ def transforming() -> Iterator[None]:
 
 
 def pass_on(primitive: Any, args: Any, params: dict[str, Any]) -> Any:
-    """Bind a primitive in which no log was found: there must be none when it runs."""
+    """Bind a primitive in which no log was found. `check` looks for this function on the stack."""
     return primitive.bind(*args, **params)
 
 
 def check(mark: LogMark, frame: FrameType) -> None:
-    """Called where a log happens or is traced, in Python: see to it that a transformation around can know of it."""
+    """Raise if the log that is run or traced here, in Python, is hidden from a surrounding transformation."""
     frames = iter(_frames(frame))
     for frame in frames:
         if frame.f_code is _TRANSFORMING:
-            return  # the transformation is nearer than anything that could hide the log from it
+            return  # nothing in between could hide the log from the transformation
         if frame.f_code is _PASS_ON:
             raise _errors.opaque_primitive(frame.f_locals["primitive"].name, mark.keys, mark.site)
         if frame.f_code is _compat.WITHOUT_EFFECTS:
-            # Only the types of its results are wanted, so that nobody will ever see the log.
+            # JAX only asks for the types of its results, so nobody would ever see the log.
             params = next(iter(v for v in frame.f_locals.values() if isinstance(v, dict)), {})
             primitive = next((p for f in frames if (p := f.f_locals.get("primitive")) is not None), None)
             if primitive is not None:
@@ -67,7 +67,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def check_log(mark: LogMark, frame: FrameType) -> None:
-    """The same for a call of `lox.log`, which with nothing around goes to the default sink and needs no check."""
+    """`check` for a call of `lox.log`, which needs none outside of all transformations."""
     if _around.depth or not _compat.is_evaluating():
         check(mark, frame)
 
@@ -87,7 +87,7 @@ _TRANSFORMING: CodeType
 
 
 def install(run_function: Callable[..., Any]) -> None:
-    """Look after every program that logs; `run_function` is how transformations call functions."""
+    """Check every program that logs; `run_function` is how transformations call functions."""
     global _TRANSFORMING
     _TRANSFORMING = run_function.__code__
     _compat.watch_dispatch(_check_dispatch)

@@ -1,11 +1,11 @@
-"""Host calls that return something and know their lanes.
+"""Host calls that return values and know their lanes.
 
 `host_p` calls a Python function with NumPy arrays. Under `vmap` there is still one call: the function gets the arrays
-of all lanes, told which of them have the lane axis, and returns one number per lane. It is never dropped, repeated or
-merged with another one, so that initialising two runs gives two runs.
+of all lanes and flags that say which have the lane axis, and returns one number per lane. A call is never dropped,
+repeated or merged with another one, so that initialising two runs gives two runs.
 
-Not `io_callback`, which calls once per lane under `vmap` and twenty times slower; not `pure_callback`, which may be
-merged and dropped.
+Not `io_callback`, which calls once per lane under `vmap` and is twenty times slower; not `pure_callback`, whose calls
+may be merged and dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from lox import _compat
 from lox._data._lanes import Laned
 from lox._engine._emit import MASKABLE
 
-# (in which lanes it happens, operands, sizes of the lanes, whether the caller waits for it) -> one array of the lanes'
-# shape per result
+# (in which lanes it is valid, operands, sizes of the lanes, whether the caller waits for it) -> an array of the lanes'
+# shape for each result
 Target = Callable[[Laned, list[Laned], tuple[int, ...], bool], Sequence[np.ndarray]]
 
 host_p = _compat.Primitive("lox_host")
@@ -30,13 +30,13 @@ host_p.multiple_results = True
 def call(target: Target, operands: Sequence[Any], results: Sequence[Any] = ()) -> list[Any]:
     """Call `target` on the host when the program gets here; `results` are the dtypes of the numbers it returns."""
     params = dict(target=target, flags=((),) * (1 + len(operands)), lanes=(), results=tuple(results))
-    if _compat.is_evaluating():  # at once, and NumPy's arrays as they are: JAX would make int32 of an int64
+    if _compat.is_evaluating():  # with NumPy arrays as they are: JAX would convert int64 to int32
         return _impl(np.True_, *operands, **params)
     return host_p.bind(np.True_, *operands, **params)
 
 
 def of_all_lanes(x: Laned, lanes: tuple[int, ...]) -> np.ndarray:
-    """One number per lane, for a target that does not care how lanes nest."""
+    """One number per lane in a flat array, for a target that ignores how lanes nest."""
     index = tuple(slice(None) if flag else None for flag in x.flags)
     return np.broadcast_to(x.tree[index], lanes).reshape(-1)
 
@@ -48,9 +48,9 @@ def _abstract_eval(*avals: Any, target: Target, flags: Any, lanes: Any, results:
 
 
 def _run(arrays: Any, eager: bool, target: Target, flags: Any, lanes: Any, results: Any) -> tuple[np.ndarray, ...]:
-    # Copied, because the runtime uses its buffers again.
-    where, *operands = [Laned(np.array(x), f) for x, f in zip(arrays, flags, strict=True)]
-    outs = target(where, operands, lanes, eager)
+    # Copied, because the runtime reuses its buffers.
+    valid, *operands = [Laned(np.array(x), f) for x, f in zip(arrays, flags, strict=True)]
+    outs = target(valid, operands, lanes, eager)
     return tuple(np.asarray(x, dtype).reshape(lanes) for x, dtype in zip(outs, results, strict=True))
 
 
@@ -79,8 +79,8 @@ def _batch(axis_data: Any, operands: Any, dims: Any, *, flags: Any, lanes: Any, 
 batching.fancy_primitive_batchers[host_p] = _batch
 
 
-def _masked(mask: Any, where: Any, *operands: Any, **params: Any) -> list[Any]:
-    return host_p.bind(where & mask, *operands, **params)
+def _masked(condition: Any, valid: Any, *operands: Any, **params: Any) -> list[Any]:
+    return host_p.bind(valid & condition, *operands, **params)
 
 
 MASKABLE[host_p] = _masked

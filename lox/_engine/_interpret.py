@@ -1,13 +1,14 @@
 """The interpreter: run a function and hand every log in it to a handler.
 
-Two things can contain a log. A Python function is run under a `jax.core.Trace` of our own: operations without logs go
-straight on to the trace around, so values stay as concrete as they were and Python's control flow keeps working. A
-jaxpr (the body of a jit, a loop, a branch) is interpreted equation by equation; the primitive that owns it is then
-rebuilt by its rule in `_rules.py`. Neither mutates what it reads.
+Two things can contain a log. A Python function is run under our own `jax.core.Trace`: operations without logs go on to
+the surrounding trace, so values stay as concrete as they were and Python's control flow keeps working. A jaxpr (the
+body of a jit, a loop, a branch) is interpreted equation by equation, and the primitive that owns it is rebuilt by its
+rule in `_rules.py`. Neither mutates what it reads.
 
-What becomes of an event is up to the handler, through two channels. `Frame.state` is threaded through the program: it
-enters every block and comes out changed, in the carry of loops (reductions, buffers, the order of callbacks).
-`Frame.pieces` is what a block has collected: it only comes out, stacked by loops (the events that `spool` returns).
+The handler decides what becomes of an event, through two channels. `Frame.state` is threaded through the program: it
+enters every block (such a function or jaxpr) and comes out changed, in the carry of loops (reductions, buffers, the
+order of callbacks). `Frame.pieces` is what a block has collected: it only comes out, stacked by loops (the events that
+`spool` returns).
 """
 
 import contextlib
@@ -30,11 +31,11 @@ from lox._engine._select import Logged, Names
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """How many events of one key there will be, as far as can be told without running anything."""
+    """How many events of one key there will be, as far as is known without running anything."""
 
     count: float = 0  # at most; infinite if unknown
-    exact: bool = True  # exactly so many, and in every lane
-    looped: bool = False  # some of them in a loop
+    exact: bool = True  # whether there are exactly as many, in every lane
+    looped: bool = False  # whether some of them are in a loop
 
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(self.count + other.count, self.exact and other.exact, self.looped or other.looped)
@@ -43,13 +44,13 @@ class Tally:
 class Handler:
     """Decides what becomes of events. Immutable and hashable: handlers are keys of caches."""
 
-    def wants(self, meta: Meta, path: str) -> bool:
-        """Whether anything can become of an event; if not, what is computed only for it is not computed at all."""
-        del meta, path
+    def wants(self, meta: Meta, scope: str) -> bool:
+        """Whether the handler may use an event; if not, computations that serve only the event are removed."""
+        del meta, scope
         return True
 
     def initial_state(self) -> Any:
-        """What is threaded through the program."""
+        """The state that is threaded through the program."""
         return ()
 
     def event(self, frame: "Frame", event: Event) -> None:
@@ -57,43 +58,43 @@ class Handler:
         raise NotImplementedError
 
     def check(self, frame: "Frame", piece: Any) -> None:
-        """Error if this cannot be gathered with what was collected before."""
+        """Raise if this cannot be gathered with what was collected before."""
         del frame, piece
 
     def gather(self, pieces: list[Any]) -> Any:
-        """One piece that stands for several, in order."""
+        """Join pieces, in order."""
         del pieces
         return ()
 
     def unroll(self, piece: Any, reverse: bool) -> Any:
-        """The piece of a whole loop, from that of its body with one more leading axis."""
+        """The piece of a whole loop, from that of its body with an additional leading axis."""
         del reverse
         return piece
 
     def unify(self, pieces: list[Any]) -> list[Callable[[Any], Any]] | None:
-        """For alternative branches: how to make their pieces alike, or None if they are."""
+        """For each of several branches, a function that makes its piece like the others; None if they are alike."""
         del pieces
         return None
 
     def allows(self, frame: "Frame", struct: Any) -> bool:
-        """Whether a block that runs once may leave the state with another type, `struct`, than it found."""
+        """Whether a block that runs once may change the type of the state to `struct`."""
         del frame, struct
         return False
 
     def extend(self, frame: "Frame", struct: Any) -> None:
-        """Give `frame.state` the type `struct`, which the body of a loop leaves behind."""
+        """Give `frame.state` the type `struct`, which the body of a loop returns."""
         raise NotImplementedError
 
     def before(self, frame: "Frame", find: Callable[[], dict[str, Tally]]) -> None:
-        """Called at the outermost level before anything with logs is run; `find()` tells which."""
+        """Called at the outermost level before something with logs runs; `find()` says how many."""
         del frame, find
 
     def after(self, frame: "Frame", completed: bool) -> None:
-        """Called when it has been run, or has failed."""
+        """Called when it has run or failed."""
         del frame, completed
 
-    def counts(self, meta: Meta, path: str) -> list[str]:
-        """The keys of a log that a tally shall count."""
+    def counts(self, meta: Meta, scope: str) -> list[str]:
+        """The keys of a log that a tally counts."""
         raise NotImplementedError
 
     def split(self, frame: "Frame", jaxprs: Iterable[Any]) -> "Blocks | None":
@@ -103,14 +104,14 @@ class Handler:
 
     @property
     def names(self) -> Names | None:
-        """What there must be among the logs, or else that is told."""
+        """The names that must be logged, or else there is a warning."""
         return None
 
-    sees_calls: ClassVar[bool] = False  # whether calls of the host are handed to it too
-    masks_lanes: ClassVar[bool] = True  # whether events of Equinox's loops count only where the lane goes on
+    sees_calls: ClassVar[bool] = False  # whether host calls are handed to it too
+    masks_lanes: ClassVar[bool] = True  # whether events in Equinox's loops count only while their lane continues
 
     def call(self, frame: "Frame", primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
-        """Take a call of the host that can be masked."""
+        """Take a host call that can be masked."""
         raise NotImplementedError
 
     @property
@@ -119,12 +120,12 @@ class Handler:
         return False
 
     def split_state(self, state: Any, keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
-        """The part of the state that concerns these keys, and how to put the rest back."""
+        """The part of the state that concerns these keys, and a function that puts the rest back."""
         del keys
         return state, lambda part: part
 
     def for_rules(self) -> "Handler":
-        """What becomes of logs inside derivative rules, when the transformed function is differentiated.
+        """The handler for logs in derivative rules, when the transformed function is differentiated.
 
         The events of a function are those of its primal, so rules must not add to them.
         """
@@ -136,66 +137,69 @@ class Blocks(Protocol):
 
     @property
     def iterations(self) -> int:
-        """How many iterations a block has."""
+        """The number of iterations of a block."""
         ...
 
     def run(self, frame: "Frame", bounded: bool, execute: Callable[["Frame"], Any], room_for: int | None = None) -> Any:
-        """Run one block, `execute(frame)`, then `flush`; if it is not `bounded`, it may have fewer iterations."""
+        """Run one block by `execute(frame)`, then `flush`; unless `bounded`, it may have fewer iterations."""
         ...
 
     def flush(self, frame: "Frame", room_for: int | None = None) -> None:
-        """Between blocks: let go of everything held, or of what leaves no room for that many iterations."""
+        """Emit everything that was kept, or only what leaves no room for that many iterations."""
         ...
 
 
 class Retrace(Exception):
-    """Control flow: what is being traced is given up."""
+    """Control flow: abandon the current tracing."""
 
 
 class Grown(Retrace):
-    """A block left the state with another type than it found, and must be traced again."""
+    """Control flow: a block changed the type of the state, and must be traced again."""
 
     def __init__(self, owner: "Frame", struct: Any):
         super().__init__(owner, struct)
         self.owner, self.struct = owner, struct
 
 
-class Frame:
-    """One block under way: its state, what it has collected, and the keys it logs.
+_NO_AXES: frozenset[Any] = frozenset()
 
-    `keys` has them in order of first appearance, and whether an event is certain to happen.
+
+class Frame:
+    """The execution of one block: its state, what it has collected, and the keys it logs.
+
+    `keys` are in order of first appearance, each with whether it is certain to have an event.
     `unbounded` says that the block repeats an unknown number of times, so that nothing can be stacked.
-    `path` is that of the scopes around the block, and `inside` that of the scopes around the equation under way.
-    `alike` are the mesh axes along which all devices run the block, and differ only in values whose types say so.
+    `scope` has the scopes around the block, and `eqn_scope` those around the current equation, as prefixes of keys.
+    `alike` are the mesh axes along which all devices run the block and differ only in values whose types say so.
     """
 
     def __init__(
-        self, handler: Handler, state: Any, unbounded: bool = False, path: str = "", alike: frozenset[Any] = frozenset()
+        self, handler: Handler, state: Any, unbounded: bool = False, scope: str = "", alike: frozenset[Any] = _NO_AXES
     ):
-        self.handler, self.state, self.unbounded, self.path, self.alike = handler, state, unbounded, path, alike
+        self.handler, self.state, self.unbounded, self.scope, self.alike = handler, state, unbounded, scope, alike
         self.pieces: list[Any] = []
         self.keys: dict[str, bool] = {}
-        self.notes: dict[str, Any] = {}  # what the handler remembers of each key at the outermost level
-        self.models: dict[str, Any] = {}  # what the first events of each key were like, that others must fit
-        self.inside = path
-        self.logged: Logged | None = None  # all there is, selected or not, if somebody wants to know
-        self.has_rules = False  # of differentiation, which may log too
+        self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
+        self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
+        self.eqn_scope = scope
+        self.logged: Logged | None = None  # all logs, selected or not, if there are names to check
+        self.has_rules = False  # whether there are derivative rules, which may log too
         self._scopes = len(_compat.open_scopes())
 
     def here(self) -> str:
-        """The path of the scopes that are open now."""
-        return self.path + "".join(f"{name}/" for name in _compat.open_scopes()[self._scopes :])
+        """The scopes that are open now, as a prefix of keys."""
+        return self.scope + "".join(f"{name}/" for name in _compat.open_scopes()[self._scopes :])
 
     def in_python_loop(self) -> bool:
-        """Whether an event comes from a loop that is none to JAX, because jit is disabled."""
+        """Whether an event comes from a loop that JAX runs in Python, because jit is disabled."""
         return _compat.in_python_loop(run_function.__code__)
 
     def block(self, state: Any, unbounded: bool = False, decision: Any = None) -> "Frame":
-        """A frame for a block inside this one, which is executed if a value of that type says so."""
-        return Frame(self.handler, state, self.unbounded or unbounded, self.inside, self.alike_after(decision))
+        """A frame for a block inside this one, which runs depending on a value of the type `decision`."""
+        return Frame(self.handler, state, self.unbounded or unbounded, self.eqn_scope, self.alike_after(decision))
 
     def alike_after(self, decision: Any) -> frozenset[Any]:
-        """Along which mesh axes all devices still do the same, if a value of that type decides."""
+        """The mesh axes along which all devices still run the same, if a value of that type decides."""
         return self.alike if decision is None else self.alike - _compat.varying_axes(decision)
 
     def take(self, meta: Meta, operands: Any) -> None:
@@ -204,14 +208,14 @@ class Frame:
             self.handler.event(self, Event.from_operands(meta, operands, self.here()))
 
     def list_logs(self, primitive: Any, params: dict[str, Any]) -> None:
-        """Remember what is logged here, if somebody wants to know."""
+        """Remember what is logged here, if there are names to check."""
         if self.logged is not None:
-            path = self.here()
-            self.logged.update({(path + key, tags): None for key, tags in logged_by(primitive, params)})
+            scope = self.here()
+            self.logged.update({(scope + key, tags): None for key, tags in logged_by(primitive, params)})
             self.has_rules |= _compat.eqn_has_rules(primitive, params)
 
     def piece(self) -> Any:
-        """Everything collected so far."""
+        """Everything that was collected so far."""
         return self.handler.gather(self.pieces)
 
     def collect(self, piece: Any) -> None:
@@ -220,7 +224,7 @@ class Frame:
         self.pieces.append(piece)
 
     def absorb(self, state: Any, piece: Any, keys: dict[str, bool]) -> None:
-        """Take over what a block inside has left."""
+        """Take over the state, the piece and the keys of an inner block."""
         if _inside.may_fail and _compat.is_evaluating():
             jax.block_until_ready((state, piece))
         self.state = state
@@ -234,7 +238,7 @@ class Frame:
         self.keys[key] = self.keys.get(key, False) or certain
 
     def require_type(self, inner: "Frame", state: Any) -> None:
-        """Check that a block has left the state as it found it; if not, it has to be traced again."""
+        """Raise `Grown` if an inner block has changed the type of the state."""
         if _signature(inner.state) != _signature(state):
             raise Grown(self, types_of(inner.state))
 
@@ -249,12 +253,12 @@ class Frame:
                 before = _signature(self.state)
                 with _compat.own_transfers():
                     self.handler.extend(self, grown.struct)
-                if _signature(self.state) == before:  # and so it would be for ever
+                if _signature(self.state) == before:  # it would never settle
                     raise _errors.unsettled(self.keys or self.state) from None
 
 
 def types_of(tree: Any) -> Any:
-    """The same tree with types for arrays."""
+    """The same tree with the types of its arrays."""
     return jax.tree.map(_compat.aval_of, tree)
 
 
@@ -277,7 +281,7 @@ _inside = _Inside()
 
 @contextlib.contextmanager
 def rebuilding() -> Iterator[None]:
-    """While a shard_map is bound whose body is a jaxpr: there is no Python left in it that could do with values."""
+    """Mark that a shard_map is bound whose body is a jaxpr, in which no Python code could need values."""
     before, _inside.rebuilding = _inside.rebuilding, True
     try:
         yield
@@ -287,10 +291,10 @@ def rebuilding() -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_at_once() -> Iterator[None]:
-    """While a function runs whose callbacks may raise, inside of other transformations.
+    """Mark that a function with callbacks that may raise runs inside other transformations.
 
-    The function that those transform may catch what is raised. But a program that fails after it was dispatched, as on
-    a GPU, would have left them results by then that have failed: so they wait for each before they take it over.
+    The function that those transform may catch the exception. On a GPU a program fails after it was dispatched, when
+    they would already have taken over its failed results: so they wait for results before they take them over.
     """
     before, _inside.may_fail = _inside.may_fail, True
     try:
@@ -301,7 +305,7 @@ def failing_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _announced(frame: Frame, find: Callable[[], dict[str, Tally]]) -> Iterator[None]:
-    """Tell the handler what is about to be run at the outermost level, and when that is over."""
+    """Tell the handler what is about to run at the outermost level, and when it has run."""
     with _compat.own_transfers():
         frame.handler.before(frame, find)
     completed = False
@@ -313,11 +317,11 @@ def _announced(frame: Frame, find: Callable[[], dict[str, Tally]]) -> Iterator[N
             frame.handler.after(frame, completed)
 
 
-# What JAX, if no transformation is around, evaluates equation by equation. To compile it would ask for more.
+# Primitives that JAX evaluates equation by equation outside of all transformations. Compiling them would require more.
 _EVALUATED = frozenset(["remat2", "checkpoint", "remat_opt", "custom_vmap_call"])
 
 
-# What tracing raises where Python asks for a value.
+# The errors of tracing where Python needs a value.
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -325,12 +329,12 @@ _NEEDS_VALUES = (
 )
 
 
-# The methods of traces for functions that have derivative rules of their own.
+# The methods of traces for functions with custom derivative rules.
 _WITH_RULES = ("process_custom_jvp_call", "process_custom_vjp_call")
 
 
 class PassingTrace(_compat.Trace):  # type: ignore[misc]
-    """A trace that makes no values of its own: everything goes on to the trace around, `parent`."""
+    """A trace that makes no values of its own: it passes everything on to the surrounding trace, `parent`."""
 
     def __init__(self, parent: Any):
         super().__init__()
@@ -339,7 +343,7 @@ class PassingTrace(_compat.Trace):  # type: ignore[misc]
     def process_functions(
         self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
     ) -> Any:
-        """A primitive that carries Python functions, for which traces have a method of their own."""
+        """Process a primitive with Python functions, for which traces have a separate `method`."""
         raise NotImplementedError(method)
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
@@ -370,7 +374,7 @@ class PassingTrace(_compat.Trace):  # type: ignore[misc]
 
 
 class LogTrace(PassingTrace):
-    """Hands logs to a frame and everything else to the trace around."""
+    """Hands logs to a frame and everything else to the surrounding trace."""
 
     def __init__(self, parent: Any, frame: Frame):
         super().__init__(parent)
@@ -384,7 +388,7 @@ class LogTrace(PassingTrace):
                 self._place_state(tracers)
                 self.frame.take(params["meta"], tracers)
                 return []
-            # If nothing outside differentiates, derivative rules are of no concern.
+            # If nothing outside differentiates, derivative rules do not matter.
             evaluating = self.parent is _compat.eval_trace
             concerns = _compat.eqn_has_logs if evaluating else _compat.eqn_concerns
             if not concerns(primitive, params):
@@ -401,7 +405,7 @@ class LogTrace(PassingTrace):
                 return (run_compiled if evaluating else apply_rule)(frame, primitive, params, tracers)
 
     def _place_state(self, operands: Sequence[Any]) -> None:
-        """A function may run programs on several devices: what goes from one to the next must not tie them together."""
+        """Move the state to the devices of the operands: a function may run programs on different devices."""
         if self.frame.state and _compat.underneath(self) is _compat.eval_trace:
             self.frame.state = _compat.beside(operands, self.frame.state)
 
@@ -411,23 +415,23 @@ class LogTrace(PassingTrace):
         if method in _WITH_RULES:
             self.frame.has_rules |= not _compat.is_jax_own(functions[0])
         if method.startswith("process_custom_") and self.parent is _compat.eval_trace:
-            # Nothing outside differentiates: only the function itself matters.
+            # Nothing outside differentiates, so only the function itself matters.
             with _compat.set_current_trace(self):
                 return functions[0].call_wrapped(*tracers)
         try:
             return self._staged(method, primitive, functions, tracers, *rest, **params)
-        except (*_NEEDS_VALUES, _errors.SpoolError):  # a `fori_loop` to a value is a `while_loop` when it is traced
-            at_once = method == "process_shard_map" and _compat.underneath(self) is _compat.eval_trace
-            if _inside.rebuilding or not at_once:
+        except (*_NEEDS_VALUES, _errors.SpoolError):  # a traced `fori_loop` with a dynamic bound is a `while_loop`
+            eager = method == "process_shard_map" and _compat.underneath(self) is _compat.eval_trace
+            if _inside.rebuilding or not eager:
                 raise
-        # The body wants to see values: then it is run as JAX runs it, one operation after the other on all devices.
+        # The body needs values, so it is run as JAX runs it: one operation after the other on all devices.
         _compat.forget_results(functions[0])
         return run_on_shards(self.parent, self, primitive, functions[0], tracers, params)
 
     def _staged(
         self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
     ) -> Any:
-        """Trace it first, so that only jaxprs need rules."""
+        """Trace the functions first, so that only jaxprs need rules."""
         box: list[Any] = []
 
         def stage(*args: Any) -> Any:
@@ -439,12 +443,12 @@ class LogTrace(PassingTrace):
             return flat
 
         with _compat.set_current_trace(self.parent):
-            self.frame.inside = self.frame.here()
+            self.frame.eqn_scope = self.frame.here()
             types = types_of(list(tracers))
             jaxpr = _compat.make_jaxpr(stage, types)
             frame, handler = self.frame, self.frame.handler
             frame.list_logs(_BLOCK, {"jaxpr": jaxpr})
-            with _announced(frame, lambda: tally(jaxpr, frame.inside, handler.counts)):
+            with _announced(frame, lambda: tally(jaxpr, frame.eqn_scope, handler.counts)):
                 if self.parent is _compat.eval_trace and _compat.has_logs(jaxpr):
                     outs = frame.settle(lambda state: _run_jitted(frame, lambda: jaxpr, state, tracers, {}))
                 else:
@@ -455,9 +459,9 @@ class LogTrace(PassingTrace):
 
 
 class ShardTrace(PassingTrace):
-    """Inside a shard_map that is run at once: what logs is handed to the trace around the shard_map.
+    """Inside a shard_map outside of jit: hands primitives that log to the trace around the shard_map.
 
-    All else goes on, so that values which are the same on all devices stay concrete.
+    The others go on to the parent, so that values which are the same on all devices stay concrete.
     """
 
     def __init__(self, parent: Any, around: LogTrace):
@@ -483,7 +487,7 @@ class ShardTrace(PassingTrace):
 
 
 def run_on_shards(parent: Any, around: LogTrace, primitive: Any, fun: Any, tracers: Any, params: Any) -> Any:
-    """Run a shard_map at once, what logs in it handed to the trace `around` it."""
+    """Run a shard_map outside of jit, and hand primitives in it that log to the trace `around` it."""
 
     def on_shards(fun: Callable[..., Any], *args: Any) -> Any:
         with _compat.take_current_trace() as shards, _compat.set_current_trace(ShardTrace(shards, around)):
@@ -497,9 +501,9 @@ def run_on_shards(parent: Any, around: LogTrace, primitive: Any, fun: Any, trace
 
 
 def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call `fun`, traced first: then even constants that only served dropped logs leave no trace.
+    """Trace `fun` before it is run, so that even constants that only served dropped logs disappear.
 
-    Only while tracing for jit, where it asks no more of `fun` than jit itself; elsewhere it is `run_function`.
+    Only while tracing for jit, where it requires no more of `fun` than jit does; elsewhere it is `run_function`.
     """
     if not isinstance(_compat.current_trace(), _compat.StagingTrace):
         return run_function(handler, fun, args, kwargs)[0]
@@ -508,10 +512,10 @@ def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], k
     box: list[Any] = []
 
     def flat(*tracers: Any) -> list[Any]:
-        mine = list(leaves)
+        replaced = list(leaves)
         for n, x in zip(traced, tracers, strict=True):
-            mine[n] = x
-        args, kwargs = jax.tree.unflatten(treedef, mine)
+            replaced[n] = x
+        args, kwargs = jax.tree.unflatten(treedef, replaced)
         out, tree = jax.tree.flatten(fun(*args, **kwargs))
         box.append(tree)
         return out
@@ -530,9 +534,9 @@ def run_function(
     given: Any = None,
     whole: bool = True,
 ) -> tuple[Any, Frame]:
-    """Call `fun`, its logs handed to `handler`, which begins with its initial state and what else is given.
+    """Call `fun` and hand its logs to `handler`, which starts with its initial state and what is `given`.
 
-    Unless it is the `whole` function that is transformed, it need not log what was asked for by name.
+    Unless it is the `whole` transformed function, it need not log what was selected by name.
     """
     with _compat.own_transfers():
         frame = Frame(handler, {**handler.initial_state(), **given} if given else handler.initial_state())
@@ -548,26 +552,26 @@ def run_function(
     return out, frame
 
 
-# What a function returns whose body has not run yet: its logs would go elsewhere.
+# The results of functions whose body has not run yet: their logs would go elsewhere.
 _LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
-class _Found(Exception):
+class _Bound(Exception):
     """Control flow: a primitive was about to be bound."""
 
 
 class _Probe(_compat.Trace):  # type: ignore[misc]
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        raise _Found(primitive, tracers, params)
+        raise _Bound(primitive, tracers, params)
 
 
 def first_bind(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
-    """The first primitive that a jitted function binds when it is called, which is the jit; nothing is run."""
+    """The first primitive that a jitted function binds when it is called, which is the jit; nothing runs."""
     try:
         with _compat.take_current_trace(), _compat.set_current_trace(_Probe()):
             fun(*args, **kwargs)
-    except _Found as found:
-        return found.args  # type: ignore[return-value]
+    except _Bound as bound:
+        return bound.args  # type: ignore[return-value]
     return None
 
 
@@ -575,7 +579,7 @@ def first_bind(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def interpret(frame: Frame, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr in the current trace, its logs handed to `frame`."""
+    """Evaluate a jaxpr in the current trace, and hand its logs to `frame`."""
     opened, consts = _compat.split_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(zip([*opened.constvars, *opened.invars], [*consts, *args], strict=True))
 
@@ -607,67 +611,67 @@ def interpret(frame: Frame, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return [read(v) for v in opened.outvars]
 
 
-def _live_equations(handler: Handler, jaxpr: Any, path: str) -> list[Any]:
-    """The equations that the results, or an event that the handler wants, depend on."""
+def _live_equations(handler: Handler, jaxpr: Any, scope: str) -> list[Any]:
+    """The equations on which the results or an event that the handler wants depend."""
     needed = {v for v in jaxpr.outvars if isinstance(v, _compat.Var)}
     live = []
     for eqn in reversed(jaxpr.eqns):
-        if needed.isdisjoint(eqn.outvars) and not _has_use(handler, eqn, path):
+        if needed.isdisjoint(eqn.outvars) and not _has_use(handler, eqn, scope):
             continue
         needed.update(v for v in eqn.invars if isinstance(v, _compat.Var))
         live.append(eqn)
     return live[::-1]
 
 
-def _has_use(handler: Handler, eqn: Any, path: str) -> bool:
-    """Whether an equation matters though nothing needs its results."""
-    path = path_of(eqn, path)
+def _has_use(handler: Handler, eqn: Any, scope: str) -> bool:
+    """Whether an equation matters even if nothing needs its results."""
+    scope = scope_of(eqn, scope)
     if eqn.primitive is log_p:
-        return handler.wants(eqn.params["meta"], path)
+        return handler.wants(eqn.params["meta"], scope)
     if any(effect is not _compat.log_effect for effect in eqn.effects):
         return True
-    return any(wants_any(handler, jaxpr, path) for jaxpr in _compat.sub_jaxprs(eqn.params))
+    return any(wants_any(handler, jaxpr, scope) for jaxpr in _compat.sub_jaxprs(eqn.params))
 
 
-def path_of(eqn: Any, path: str) -> str:
-    """The path of the scopes around an equation, whose jaxpr has `path` around it."""
-    return path + "".join(f"{name}/" for name in _compat.scope_names(eqn.source_info.name_stack))
+def scope_of(eqn: Any, scope: str) -> str:
+    """The scopes around an equation whose jaxpr is in `scope`."""
+    return scope + "".join(f"{name}/" for name in _compat.scope_names(eqn.source_info.name_stack))
 
 
-def wants_any(handler: Handler, jaxpr: Any, path: str) -> bool:
-    """Whether anything can become of an event in the jaxpr."""
-    return _compat.has_logs(jaxpr) and any(_has_use(handler, eqn, path) for eqn in _compat.split_jaxpr(jaxpr)[0].eqns)
+def wants_any(handler: Handler, jaxpr: Any, scope: str) -> bool:
+    """Whether the handler may use an event in the jaxpr."""
+    return _compat.has_logs(jaxpr) and any(_has_use(handler, eqn, scope) for eqn in _compat.split_jaxpr(jaxpr)[0].eqns)
 
 
 class Place(NamedTuple):
-    """Where an equation stands: its jaxpr, the equation itself, and the arguments of the jaxpr."""
+    """An equation in its context: its jaxpr, the equation itself, and the arguments of the jaxpr."""
 
     jaxpr: Any
     eqn: Any
     args: Sequence[Any]
 
 
-Inside = list[dict[str, Tally]]  # of each jaxpr that an equation runs and that logs
+Inside = list[dict[str, Tally]]  # the tallies of each jaxpr that an equation runs and that logs
 
 
 def unknown(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
-    """Nobody knows how many events there are."""
+    """The tally if the number of events is unknown."""
     del params
-    return dict.fromkeys([key for found in inside for key in found], Tally(math.inf, False, True))
+    return dict.fromkeys([key for tallies in inside for key in tallies], Tally(math.inf, False, True))
 
 
 def once(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
-    """As many as in the jaxpr, which is run once."""
+    """The tally of the only jaxpr, which runs once."""
     return inside[0] if len(inside) == 1 else unknown(params, inside)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """All that lox knows of a primitive that can contain logs."""
+    """All that lox knows about a primitive that can contain logs."""
 
     rebuild: Callable[..., list[Any]]  # (frame, primitive, params, args), and `place=` if it looks around
     count: Callable[[dict[str, Any], Inside], dict[str, Tally]]
-    runs: Callable[[dict[str, Any]], list[Any]]  # those of its jaxprs that running it runs
+    runs: Callable[[dict[str, Any]], list[Any]]  # its jaxprs that run when it runs
     looks_around: bool
 
 
@@ -682,8 +686,8 @@ def rule(
 ) -> Callable[[Callable[..., list[Any]]], Callable[..., list[Any]]]:
     """Register how to rebuild the primitives of these names such that their logs reach the frame.
 
-    `count` says how many events they give, from what their jaxprs give. Jaxprs that are there only to be
-    differentiated are left out by `runs`. A rule that `looks_around` is also told its `place`, if it has one.
+    `count` derives the number of events from those of the jaxprs. `runs` leaves out jaxprs that serve only
+    differentiation. A rule that `looks_around` also gets its `place`, if it has one.
     """
 
     def register(rebuild: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -694,7 +698,7 @@ def rule(
 
 
 def executed_jaxprs(primitive: Any, params: dict[str, Any]) -> list[Any]:
-    """Those among an equation's jaxprs that running it runs."""
+    """The jaxprs of an equation that run when it runs."""
     known = RULES.get(primitive.name)
     return _compat.sub_jaxprs(params) if known is None else known.runs(params)
 
@@ -708,10 +712,10 @@ def apply_rule(
     place: Place | None = None,
 ) -> list[Any]:
     """Rebuild one primitive that contains logs."""
-    frame.inside = frame.here()
+    frame.eqn_scope = frame.here()
     known = RULES.get(primitive.name)
     if known is None:
-        if not _compat.eqn_has_logs(primitive, params, effects):  # but derivative rules: there is no way to reach them
+        if not _compat.eqn_has_logs(primitive, params, effects):  # only derivative rules, which cannot be reached
             return primitive.bind(*args, **params)
         mark = _compat.first_log(primitive, params)
         raise _errors.opaque_primitive(primitive.name, mark.keys, mark.site)
@@ -720,55 +724,55 @@ def apply_rule(
 
 
 def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:
-    """The same jaxprs without their logs, if the trace around is about to drop every one of them."""
+    """The same jaxprs without their logs, if the surrounding trace is about to drop all of them."""
     trace = _compat.current_trace()
     if isinstance(trace, LogTrace) and trace.frame.handler.in_place:
         handler = trace.frame.handler
         trace.frame.list_logs(_BLOCK, {"jaxprs": list(jaxprs)})
-        path = trace.frame.here()
-        if not any(wants_any(handler, jaxpr, path) for jaxpr in jaxprs):
-            return [transformed(Frame(handler, (), path=path), jaxpr, ()).jaxpr for jaxpr in jaxprs]
+        scope = trace.frame.here()
+        if not any(wants_any(handler, jaxpr, scope) for jaxpr in jaxprs):
+            return [transformed(Frame(handler, (), scope=scope), jaxpr, ()).jaxpr for jaxpr in jaxprs]
     return jaxprs
 
 
-_BLOCK = _compat.Primitive("lox_block")  # whatever runs some jaxprs
+_BLOCK = _compat.Primitive("lox_block")  # stands for anything that runs jaxprs
 _logged: Any = weakref.WeakKeyDictionary()
 
 
 def _logged_in(jaxpr: Any) -> Logged:
-    """Keys and tags of all logs inside, whether they are ever run or not."""
-    found = _logged.get(jaxpr)
-    if found is None:
-        found = _logged[jaxpr] = {}
+    """Keys and tags of all logs in a jaxpr, whether they ever run or not."""
+    logged = _logged.get(jaxpr)
+    if logged is None:
+        logged = _logged[jaxpr] = {}
         for eqn in _compat.split_jaxpr(jaxpr)[0].eqns if _compat.has_logs(jaxpr) else ():
-            found.update({(path_of(eqn, "") + key, tags): None for key, tags in logged_by(eqn.primitive, eqn.params)})
-    return found
+            logged.update({(scope_of(eqn, "") + key, tags): None for key, tags in logged_by(eqn.primitive, eqn.params)})
+    return logged
 
 
 def logged_by(primitive: Any, params: dict[str, Any]) -> Logged:
-    """The same for one equation."""
+    """Keys and tags of all logs in an equation, whether they ever run or not."""
     if primitive is log_p:
         return dict.fromkeys((key, params["meta"].tags) for key in params["meta"].keys)
     return {log: None for jaxpr in _compat.sub_jaxprs(params) for log in _logged_in(jaxpr)}
 
 
-def tally(jaxpr: Any, path: str, select: Callable[[Meta, str], Iterable[str]]) -> dict[str, Tally]:
-    """What a jaxpr logs, by key; `path` is around it, and `select` gives the keys of a log that count."""
+def tally(jaxpr: Any, scope: str, select: Callable[[Meta, str], Iterable[str]]) -> dict[str, Tally]:
+    """Count the events of each key in a jaxpr that is in `scope`; `select` gives the keys of a log that count."""
     total: dict[str, Tally] = {}
     if _compat.has_logs(jaxpr):
         for eqn in _compat.split_jaxpr(jaxpr)[0].eqns:
-            for key, found in tally_of(eqn.primitive, eqn.params, path_of(eqn, path), select).items():
-                total[key] = total.get(key, Tally()) + found
+            for key, of_eqn in tally_of(eqn.primitive, eqn.params, scope_of(eqn, scope), select).items():
+                total[key] = total.get(key, Tally()) + of_eqn
     return total
 
 
 def tally_of(
-    primitive: Any, params: dict[str, Any], path: str, select: Callable[[Meta, str], Iterable[str]]
+    primitive: Any, params: dict[str, Any], scope: str, select: Callable[[Meta, str], Iterable[str]]
 ) -> dict[str, Tally]:
-    """What one equation logs, by key."""
+    """Count the events of each key in an equation."""
     if primitive is log_p:
-        return dict.fromkeys(select(params["meta"], path), Tally(1, not params["meta"].masked))
-    inside = [tally(j, path, select) for j in executed_jaxprs(primitive, params) if _compat.has_logs(j)]
+        return dict.fromkeys(select(params["meta"], scope), Tally(1, not params["meta"].has_valid))
+    inside = [tally(j, scope, select) for j in executed_jaxprs(primitive, params) if _compat.has_logs(j)]
     known = RULES.get(primitive.name)
     return (unknown if known is None else known.count)(params, inside) if inside else {}
 
@@ -815,37 +819,37 @@ _transformed: Any = weakref.WeakKeyDictionary()
 
 
 def transformed(frame: Frame, jaxpr: Any, state: Any, once: bool = False, decision: Any = None) -> Transformed:
-    """The transformed jaxpr, made once: XLA recognises a program by the identity of its jaxpr.
+    """The transformed jaxpr, made only once: JAX recognises a program by the identity of its jaxpr.
 
-    If it is run `once`, its state may come out with another type than it goes in. If it is run only where a value says
-    so, `decision` is the type of that.
+    If it runs `once`, it may change the type of the state. If a value decides whether it runs, `decision` is the type
+    of that value.
     """
     cache = _transformed.setdefault(jaxpr, {})
-    block = (frame.unbounded, frame.inside, frame.alike_after(decision))
+    block = (frame.unbounded, frame.eqn_scope, frame.alike_after(decision))
     key = (frame.handler, block, _signature(state), _compat.debugged())
     if key not in cache:
         cache[key] = Transformed(frame.handler, jaxpr, state, *block)
-    found = cache[key]
-    if found.grown and not (once and frame.handler.allows(frame, found.struct)):
-        raise Grown(frame, found.struct)
-    return found
+    rebuilt = cache[key]
+    if rebuilt.grown and not (once and frame.handler.allows(frame, rebuilt.struct)):
+        raise Grown(frame, rebuilt.struct)
+    return rebuilt
 
 
 _compiled: Any = weakref.WeakKeyDictionary()
 
 
 def run_compiled(frame: Frame, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
-    """Rebuild and run a primitive at once, such that the next time nothing is traced or compiled again."""
+    """Rebuild and run a primitive outside of jit, such that nothing is traced or compiled again the next time."""
     if primitive.name == "jit" or primitive.name not in RULES:
-        return apply_rule(frame, primitive, params, args)  # compiles by itself, with its own options, or is an error
-    frame.inside = frame.here()
+        return apply_rule(frame, primitive, params, args)  # a jit compiles with its own options; the others raise
+    frame.eqn_scope = frame.here()
     anchor, *others = _compat.sub_jaxprs(params)
-    # The key must not keep the anchor alive, hence identities.
+    # By identity, since the key must not keep the anchor alive.
     identity = tuple((name, _identity(value)) for name, value in sorted(params.items()))
     types = types_of(list(args))
 
     cache = _compiled.setdefault(anchor, {}).setdefault((primitive, identity, tuple(types)), {})
-    cache["alive"] = others  # as long as their identities are in a key
+    cache["alive"] = others  # their identities are in the key
 
     def alone() -> Any:
         return _compat.make_jaxpr(lambda *xs: primitive.bind(*xs, **params), types)
@@ -856,10 +860,10 @@ def run_compiled(frame: Frame, primitive: Any, params: dict[str, Any], args: Seq
 def _run_jitted(
     frame: Frame, jaxpr: Callable[[], Any], state: Any, args: Sequence[Any], cache: dict[Any, Any]
 ) -> list[Any]:
-    """Run a jaxpr at once, transformed and compiled."""
-    key = (frame.handler, frame.unbounded, frame.inside, _signature(state), _compat.debugged())
+    """Transform, compile and run a jaxpr."""
+    key = (frame.handler, frame.unbounded, frame.eqn_scope, _signature(state), _compat.debugged())
     if key not in cache:
-        rebuilt = Transformed(frame.handler, jaxpr(), state, frame.unbounded, frame.inside)
+        rebuilt = Transformed(frame.handler, jaxpr(), state, frame.unbounded, frame.eqn_scope)
         cache[key] = rebuilt, jax.jit(_compat.jaxpr_as_fun(rebuilt.jaxpr))
     rebuilt, compiled = cache[key]
     if rebuilt.grown and not frame.handler.allows(frame, rebuilt.struct):
@@ -882,7 +886,7 @@ def _identity(value: Any) -> Any:
 
 
 class RuleTrace(LogTrace):
-    """Wraps the derivative rules of the functions that pass through."""
+    """Wraps the derivative rules of functions that pass through it."""
 
     def __init__(self, parent: Any, around: Callable[..., Any]):
         super().__init__(parent, Frame(Drop(), ()))
@@ -903,17 +907,17 @@ class Drop(Handler):
 
     masks_lanes = False
 
-    def wants(self, meta: Meta, path: str) -> bool:
-        """None at all."""
+    def wants(self, meta: Meta, scope: str) -> bool:
+        """Want no log."""
         return False
 
     @property
     def in_place(self) -> bool:
-        """Nothing is added to what a block takes and gives."""
+        """Blocks keep their arguments and results."""
         return True
 
     def event(self, frame: Frame, event: Event) -> None:
-        """Nothing becomes of it."""
+        """Drop it."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -925,10 +929,10 @@ class Drop(Handler):
 class MarkSeen(Drop):
     """Lets every log flow on, but no longer to the default sink."""
 
-    def wants(self, meta: Meta, path: str) -> bool:
-        """All of them."""
+    def wants(self, meta: Meta, scope: str) -> bool:
+        """Keep all logs."""
         return True
 
     def event(self, frame: Frame, event: Event) -> None:
-        """Bind it again."""
+        """Bind it again, marked."""
         bind(event.replace(seen=True))

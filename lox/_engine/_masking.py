@@ -1,9 +1,9 @@
-"""Events under a condition, for branches and loops that run in lanes which have no part in them.
+"""Events under a condition, for branches and loops that also run in lanes that did not take them.
 
 Equinox's loops, on which Diffrax and Optimistix are built, need it before anything is batched. Their condition asks
-whether any lane goes on, so that under `vmap` it stays a single boolean and the lanes that have finished keep their
-values by a select in the body. To JAX they run on, and so would their events. What a lane would decide if it were alone
-can be had from the same condition, and that is what its events are masked with.
+whether any lane continues, so under `vmap` it stays a single boolean, and finished lanes keep their values by a select
+in the body. To JAX these lanes keep running, and their events would continue too. What a lane would decide alone can be
+derived from the same condition, and its events are masked with that.
 """
 
 import weakref
@@ -19,14 +19,14 @@ from lox._engine._event import Event
 from lox._engine._interpret import Drop, Frame, Handler, interpret
 from lox._engine._primitive import bind
 
-# By name, since Equinox need not be installed. `unvmap_any` is whether any lane does; `nonbatchable` is the identity,
-# and an error if lanes differ. Only one behind the other is the condition of a loop that keeps the values of finished
-# lanes: alone, `unvmap_any` says nothing of what becomes of the others.
+# By name, since Equinox need not be installed. `unvmap_any` reduces a boolean over all lanes; `nonbatchable` is the
+# identity, and an error if lanes differ. Only both together are the condition of a loop that keeps the values of
+# finished lanes: `unvmap_any` alone says nothing about them.
 _ANY_LANE, _ALIKE = "unvmap_any", "nonbatchable"
 
 
 class Remask(Handler):
-    """Puts every event under a condition, which is threaded through the program as the state."""
+    """Puts every event under a condition, which is the state that is threaded through the program."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Remask
@@ -35,37 +35,37 @@ class Remask(Handler):
         return hash(Remask)
 
     sees_calls = True
-    masks_lanes = False  # of loops further inside: that comes when the result is interpreted
+    masks_lanes = False  # inner loops are masked when the result is interpreted
 
     def event(self, frame: Frame, event: Event) -> None:
-        """Bind it again."""
-        bind(event.masked(frame.state.tree))
+        """Bind it again, under the condition."""
+        bind(event.only_if(frame.state.tree))
 
     def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
-        """Bind it again."""
+        """Bind it again, under the condition."""
         return _emit.MASKABLE[primitive](frame.state.tree, *args, **params)
 
 
 class Silence(Drop):
-    """Removes every log, and every call of the host that a tap or a logger has made of one."""
+    """Removes every log, and every host call that a tap or a logger has made of one."""
 
     sees_calls = True
 
     def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
-        """Nothing happens, and the token stays as it is."""
-        return (
-            [args[0]] if primitive is _emit.emit_p else _emit.MASKABLE[primitive](jnp.zeros((), bool), *args, **params)
-        )
+        """Remove the call and return the token unchanged; results that are needed come from a masked call."""
+        if primitive is _emit.emit_p:
+            return [args[0]]
+        return _emit.MASKABLE[primitive](jnp.zeros((), bool), *args, **params)
 
 
 class Rebind(Drop):
-    """Leaves every event as it is; only in Equinox's loops it is put under the condition that its lane goes on."""
+    """Leaves every event as it is, except in Equinox's loops, where events of finished lanes are masked."""
 
     masks_lanes = True
     sees_calls = True
 
-    def wants(self, meta: Any, path: str) -> bool:
-        """All of them."""
+    def wants(self, meta: Any, scope: str) -> bool:
+        """Keep all logs."""
         return True
 
     def event(self, frame: Frame, event: Event) -> None:
@@ -77,13 +77,13 @@ class Rebind(Drop):
         return primitive.bind(*args, **params)
 
 
-def masked_call(jaxpr: Any, mask: Any, args: Any) -> list[Any]:
-    """Evaluate a jaxpr, its events under a condition."""
-    return interpret(Frame(Remask(), Laned(mask)), jaxpr, args)
+def masked_call(jaxpr: Any, condition: Any, args: Any) -> list[Any]:
+    """Evaluate a jaxpr with its events under a condition."""
+    return interpret(Frame(Remask(), Laned(condition)), jaxpr, args)
 
 
 def masked_branches(branches: Any, index: Any) -> Any:
-    """Branches that take their index too, and log only if they are the chosen one."""
+    """Branches that also take the index, and log only if they are the chosen one."""
     types = [_compat.scalar_type(jnp.int32, index), *_compat.in_avals(branches[0])]
 
     def masked(number: int, branch: Any) -> Any:
@@ -96,9 +96,8 @@ def masked_branches(branches: Any, index: Any) -> Any:
 
 
 def _is_of_any_lane(jaxpr: Any, var: Any) -> bool:
-    """Whether a variable is what an Equinox loop asks to see if any of its lanes goes on."""
+    """Whether a variable tells an Equinox loop that any of its lanes continues."""
     defined = {v: eqn for eqn in jaxpr.eqns if len(eqn.outvars) == 1 for v in eqn.outvars}
-
     seen = set()
 
     def behind(var: Any, alike: bool) -> bool:
@@ -107,15 +106,15 @@ def _is_of_any_lane(jaxpr: Any, var: Any) -> bool:
             return False
         seen.add((var, alike))
         if eqn.primitive.name == _ANY_LANE:
-            return alike and not _compat.shape_of(eqn.invars[0])  # else an inner vmap has seen to it
+            return alike and not _compat.shape_of(eqn.invars[0])  # else an inner vmap has masked the lanes
         alike = alike or eqn.primitive.name == _ALIKE
         return any(behind(v, alike) for v in eqn.invars)
 
     return behind(var, False)
 
 
-def own_condition(jaxpr: Any, var: Any) -> Callable[..., Any] | None:
-    """What a lane would have for `var` if it were alone, as a function of the jaxpr's arguments.
+def lane_condition(jaxpr: Any, var: Any) -> Callable[..., Any] | None:
+    """The value of `var` if a lane were alone, as a function of the jaxpr's arguments.
 
     None unless it is the condition of an Equinox loop.
     """
@@ -134,29 +133,29 @@ def own_condition(jaxpr: Any, var: Any) -> Callable[..., Any] | None:
             names[eqn.outvars[0]] = invars[0]
         else:
             eqns.append(eqn.replace(invars=invars))
-    # It is evaluated a second time: only what it needs, and without a word.
+    # It is evaluated a second time: only the equations it needs, and silently.
     needed, slice = {alone(var)}, []
     for eqn in reversed(eqns):
         if not needed.isdisjoint(eqn.outvars):
             needed.update(v for v in eqn.invars if isinstance(v, _compat.Var))
             slice.insert(0, eqn)
-    mine = _compat.with_equations(jaxpr, slice, [alone(var)])
-    return lambda *args: interpret(Frame(Silence(), ()), mine, args)[0]
+    condition = _compat.with_equations(jaxpr, slice, [alone(var)])
+    return lambda *args: interpret(Frame(Silence(), ()), condition, args)[0]
 
 
 def masked_loop(params: dict[str, Any], *operands: Sequence[Any]) -> tuple[Any, ...]:
-    """A while loop whose finished lanes do not log, with what belongs to its operands put in order.
+    """The parameters of a while loop whose finished lanes do not log, and its `operands`, each reordered to match.
 
-    It is the same loop unless it is one of Equinox's that logs.
+    Nothing changes unless it is one of Equinox's loops and logs.
     """
     cond_jaxpr, body_jaxpr, n = params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]
-    reports = _compat.has_logs(body_jaxpr) or _compat.calls_host(body_jaxpr)
-    going_on = own_condition(cond_jaxpr, _compat.split_jaxpr(cond_jaxpr)[0].outvars[0]) if reports else None
-    if going_on is None:
+    result = _compat.split_jaxpr(cond_jaxpr)[0].outvars[0]
+    is_running = lane_condition(cond_jaxpr, result) if _compat.reports(body_jaxpr) else None
+    if is_running is None:
         return params, *operands
 
     def body(*xs: Any) -> list[Any]:
-        running = going_on(*xs[:n], *xs[n + params["body_nconsts"] :])
+        running = is_running(*xs[:n], *xs[n + params["body_nconsts"] :])
         return masked_call(body_jaxpr, running, xs[n:])
 
     types = [*_compat.in_avals(cond_jaxpr)[:n], *_compat.in_avals(body_jaxpr)]
@@ -165,14 +164,14 @@ def masked_loop(params: dict[str, Any], *operands: Sequence[Any]) -> tuple[Any, 
 
 
 def mentions_any_lane(jaxpr: Any) -> bool:
-    """Whether an Equinox loop may be somewhere inside."""
-    found = _mentions.get(jaxpr)
-    if found is None:
-        found = _mentions[jaxpr] = any(
+    """Whether the jaxpr may contain an Equinox loop."""
+    mentions = _mentions.get(jaxpr)
+    if mentions is None:
+        mentions = _mentions[jaxpr] = any(
             eqn.primitive.name == _ANY_LANE or any(map(mentions_any_lane, _compat.sub_jaxprs(eqn.params)))
             for eqn in _compat.split_jaxpr(jaxpr)[0].eqns
         )
-    return found
+    return mentions
 
 
 _mentions: Any = weakref.WeakKeyDictionary()

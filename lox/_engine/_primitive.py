@@ -1,7 +1,7 @@
 """`lox.log` and the primitive behind it.
 
-`log_p` takes the values, steps, weight and mask of one event and returns nothing: it exists for its effect. What the
-effect is, the transformation around decides; with none around, lowering sends the event to the default sink.
+`log_p` takes the values, steps, weight and validity of one event and returns nothing: it exists for its effect. The
+surrounding transformation decides what the effect is; without one, lowering sends the event to the default sink.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ def _impl(*operands: Any, meta: Meta) -> list[Any]:
 
 
 def _to_sink(meta: Meta, operands: Any, scopes: list[str]) -> None:
-    path = "".join(f"{name}/" for name in scopes)
-    _emit.emit(_sink.deliver, Event.from_operands(meta, operands, path).in_scope())
+    scope = "".join(f"{name}/" for name in scopes)
+    _emit.emit(_sink.deliver, Event.from_operands(meta, operands, scope).in_scope())
 
 
 def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
@@ -65,7 +65,7 @@ def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
     return mlir.lower_fun(to_sink, multiple_results=True)(ctx, *operands)
 
 
-# JAX lowers alike equations once, and then does not say where they come from.
+# Not cacheable: JAX would lower equal equations once and lose their name stacks.
 mlir.register_lowering(log_p, _lower, cacheable=False)
 
 
@@ -77,7 +77,7 @@ def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:
     return [], []
 
 
-# The fancy table, because its rules are called even when no operand is batched: such an event still counts the lane.
+# The fancy table, because its rules are called even when no operand is batched: the event still has the lane.
 batching.fancy_primitive_batchers[log_p] = _batch
 ad.primitive_transposes[log_p] = lambda cts, *args, meta: [None] * len(args)
 _compat.report_primals(log_p)
@@ -96,7 +96,7 @@ def log(
 ) -> logdict:
     """Log values from anywhere in a JAX program.
 
-    With no transformation around, the event is printed: `{'x': 3}`. `lox.spool` returns it beside the function's
+    Outside of lox's transformations the event is printed: `{'x': 3}`. `lox.spool` returns it beside the function's
     result, `lox.tap` hands it to a callback, `lox.nolog` removes it.
 
     >>> import jax, lox
@@ -111,20 +111,20 @@ def log(
     Args:
         data: Names and values. A value is an array, a number or a pytree of them.
         tags: Labels by which `spool`, `tap`, `nolog` and `keep` can select.
-        reduce: How `spool` shall combine the events of these keys: the name of a reduction, a `lox.Reduction`, or a
-            mapping from key to either.
+        reduce: How `spool` combines the events of these keys: the name of a reduction, a `lox.Reduction`, or a mapping
+            from key to either.
         prefix: Put in front of every key.
         where: A boolean; the event counts only where it is true.
         weight: The event's weight in weighted means.
-        explicit: Appear only when asked for by name or tag.
-        **steps: Where in the run the event belongs, such as `step=i`: numbers, read back as `logs.step`. One that is
-            called like a method of a dict, such as `update`, is read back as `logs.steps["update"]`.
+        explicit: Appear only when selected by name or tag.
+        **steps: The position of the event in the run, such as `step=i`: numbers, read back as `logs.step`. A step with
+            the name of a dict method, such as `update`, is read back as `logs.steps["update"]`.
 
     Returns:
         The event as a `logdict`.
 
     Raises:
-        LogTypeError: A key is not a string, or a value holds no array; the message names the key. It is a TypeError.
+        LogTypeError: A key is not a string, or a value holds no array; the message names the key. Also a TypeError.
     """
     if not isinstance(data, Mapping):
         raise _errors.LogTypeError(f"`lox.log` takes a mapping from names to values, not {type(data).__name__}.")
@@ -152,7 +152,7 @@ def log(
         reductions=reductions,
         steps={name: Laned(as_step(name, x)) for name, x in steps.items()},
         weight=None if weight is None else Laned(_as_scalar(weight, "`weight`")),
-        mask=None if where is None else Laned(_as_scalar(where, "`where`", bool)),
+        valid=None if where is None else Laned(_as_scalar(where, "`where`", bool)),
         tags=frozenset(_select.names("tags", tags)),
         explicit=explicit,
         seen=False,
@@ -168,20 +168,20 @@ _WIDER = "Let JAX use 64 bits, `jax.config.update('jax_enable_x64', True)`, or l
 
 
 def as_array(x: Any, what: str) -> Any:
-    """An array, or an error that says what is none."""
+    """Convert to an array; the error names `what` if it cannot be done."""
     if isinstance(x, jax.Array):
         return x
     if isinstance(x, str | bytes) or x is None:
-        raise _errors.LogTypeError(f"`lox.log` cannot log {what}: {x!r} is no array but {type(x).__name__}.")
+        raise _errors.LogTypeError(f"`lox.log` cannot log {what}: {x!r} is not an array but {type(x).__name__}.")
     try:
         with _compat.own_transfers():
             array = jnp.asarray(x)
-    except OverflowError as error:  # an integer of Python's
+    except OverflowError as error:  # a Python integer
         kind = jax.dtypes.canonicalize_dtype(np.int64)
         raise _errors.LogTypeError(f"`lox.log` cannot log {what}: {x!r} does not fit into {kind}. {_WIDER}") from error
     except (TypeError, ValueError) as error:
         raise _errors.LogTypeError(
-            f"`lox.log` cannot log {what}: {type(x).__name__} cannot be made an array ({error})."
+            f"`lox.log` cannot log {what}: {type(x).__name__} cannot be converted to an array ({error})."
         ) from error
     if isinstance(x, np.ndarray | np.generic) and not _keeps_integers(x, array.dtype):
         raise _errors.LogTypeError(
@@ -191,7 +191,7 @@ def as_array(x: Any, what: str) -> Any:
 
 
 def _keeps_integers(x: Any, dtype: Any) -> bool:
-    """Whether integers of NumPy's are the same in the type that JAX makes of them, which it does without a word."""
+    """Whether NumPy integers keep their values in the dtype to which JAX silently converts them."""
     return x.dtype.kind not in "iu" or x.dtype == dtype or np.array_equal(np.asarray(x).astype(dtype), x)
 
 
@@ -199,17 +199,17 @@ _OPTIONS = ("tags", "reduce", "prefix", "where", "weight", "explicit")
 
 
 def as_step(name: str, x: Any) -> Any:
-    """A number that can be a step."""
+    """Convert to a number that can be a step."""
     try:
         step = _as_scalar(x, f"step {name!r}")
     except _errors.LogTypeError as error:
         hint = _errors.nearest(name, _OPTIONS)
         if name == "steps" and isinstance(x, Mapping):
-            hint = f" Write `{', '.join(f'{k}={v!r}' for k, v in x.items())}`: every step is an argument of its own."
+            hint = f" Write `{', '.join(f'{k}={v!r}' for k, v in x.items())}`: every step is a separate argument."
         if not hint:
             raise
         raise _errors.LogTypeError(f"{error} Arguments that lox does not know are steps.{hint}") from error
-    # An event without this step has -1 for it, which has to fit.
+    # The dtype must hold -1, which stands for a missing step.
     small = step.dtype.kind == "b" or (step.dtype.kind == "u" and step.dtype.itemsize < 4)
     return step.astype(jnp.int32) if small else step
 
@@ -219,7 +219,7 @@ def _as_scalar(x: Any, what: str, dtype: Any = None) -> Any:
     if array.shape:
         raise _errors.LogTypeError(
             f"`lox.log` got {what} with shape {array.shape}: it must be a single number per event. "
-            "Log an array under a key of its own."
+            "Log an array under its own key."
         )
     if dtype is not None and array.dtype != dtype:
         array = array.astype(dtype)

@@ -1,16 +1,16 @@
-"""Backward rules that run a function again: its events happened in the forward pass, and do not happen twice.
+"""Backward rules that run a function again, whose events happened in the forward pass and must not be repeated.
 
-The backward rule of a `custom_vjp` may compute what the forward rule has computed already: Equinox's checkpointed loop
-(Diffrax's default) runs its steps again from the checkpoints, OTT's fixed-point loop every iteration. To JAX that is a
-program like any other, and its logs would be further events. But a rule may also log something of its own.
+The backward rule of a `custom_vjp` may recompute the forward rule: Equinox's checkpointed loop (Diffrax's default) runs
+its steps again from the checkpoints, OTT's fixed-point loop every iteration. To JAX that is a program like any other,
+and its logs would be further events. But a backward rule may also have logs of its own.
 
-A log in the backward rule repeats one of the forward rule if both hold:
+A log in the backward rule repeats one of the forward rule if both are true:
 
 * It is the same log: the same source line with the same keys.
-* Nothing of it depends on the cotangents, neither its values nor whether it happens. A recomputation knows nothing of
-  them; what only the backward pass knows cannot be a repetition, even if one helper function logs both.
+* It does not depend on the cotangents, neither in its values nor in whether it happens. A recomputation has no
+  cotangents, so a log that depends on them is not a repetition, even if one helper function makes both logs.
 
-Where that cannot be told, it counts.
+If that cannot be decided, the log counts.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Identity = Any
 
 
 def _identity(primitive: Any, params: dict[str, Any]) -> Identity | None:
-    """What two executions of one log have in common; None if the primitive is no log, nor a host call made of one."""
+    """What two executions of one log have in common; None if the primitive is neither a log nor its host call."""
     if primitive is log_p:
         return _identity_of(params["meta"])
     return (params["deliver"], params["packet"].origin()) if primitive is _emit.emit_p else None
@@ -43,10 +43,10 @@ def _identity_of(meta: Meta) -> Identity:
 
 
 def _identities(primitive: Any, params: dict[str, Any]) -> Iterable[Identity]:
-    """Those of everything that running an equation logs."""
-    own = _identity(primitive, params)
-    if own is not None:
-        yield own
+    """The identities of all logs that an equation executes."""
+    identity = _identity(primitive, params)
+    if identity is not None:
+        yield identity
     for jaxpr in executed_jaxprs(primitive, params):
         if _compat.reports(jaxpr):
             for eqn in _compat.split_jaxpr(jaxpr)[0].eqns:
@@ -54,10 +54,10 @@ def _identities(primitive: Any, params: dict[str, Any]) -> Iterable[Identity]:
 
 
 class _Passing(PassingTrace):
-    """Hands everything to the trace around, and so do the functions that pass through when they are run."""
+    """Passes everything on to the surrounding trace, also from inside the functions of primitives."""
 
     def inside(self, parent: Any) -> "_Passing":
-        """The same for a function that is run under another trace."""
+        """The trace for a function that runs under another parent."""
         raise NotImplementedError
 
     def _wrapped(self, fun: Any) -> Any:
@@ -74,7 +74,7 @@ class _Passing(PassingTrace):
 
 
 class _Forward(_Passing):
-    """Notes what is logged."""
+    """Notes the identities of all logs."""
 
     def __init__(self, parent: Any, noted: set[Identity]):
         super().__init__(parent)
@@ -101,46 +101,47 @@ class Unrepeated(Drop):
 
     sees_calls = True
 
-    def wants(self, meta: Meta, path: str) -> bool:
-        """Those that stay."""
+    def wants(self, meta: Meta, scope: str) -> bool:
+        """Keep logs that are not repeated."""
         return _identity_of(meta) not in self.repeated
 
     def event(self, frame: Frame, event: Event) -> None:
-        """Bind again what stays."""
+        """Bind it again if it stays."""
         if (event.site, tuple(event.values)) not in self.repeated:
             bind(event)
 
     def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
-        """Bind again what stays."""
+        """Bind it again if it stays."""
         return list(args[:1]) if _identity(primitive, params) in self.repeated else primitive.bind(*args, **params)
 
 
 class _Dependence:
-    """What depends on some of the inputs of an equation, down into its jaxprs."""
+    """Follows which values and logs depend on the marked inputs of an equation, into its jaxprs."""
 
     def __init__(self) -> None:
-        self.logs: dict[Identity, bool] = {}  # whether any execution of a log depends on them
-        self.opaque = False  # there are logs that cannot be reached
+        self.logs: dict[Identity, bool] = {}  # whether any execution of a log depends on marked inputs
+        self.opaque = False  # whether there are logs that cannot be reached
         self._known: dict[Any, list[bool]] = {}
 
     def jaxpr(self, jaxpr: Any, ins: Sequence[bool], certain: bool) -> list[bool]:
-        """Which results do; if it is not `certain` that the jaxpr runs, all its logs do."""
-        key = (id(jaxpr), tuple(ins), certain)
-        if key not in self._known:
+        """Which results depend on marked inputs; if it is not `certain` that the jaxpr runs, all its logs do."""
+        call = (id(jaxpr), tuple(ins), certain)
+        if call not in self._known:
             opened, _ = _compat.split_jaxpr(jaxpr)
             env = dict(zip(opened.invars, ins, strict=True))
-            of = lambda v: isinstance(v, _compat.Var) and env.get(v, False)  # noqa: E731
+            depends = lambda v: isinstance(v, _compat.Var) and env.get(v, False)  # noqa: E731
             for eqn in opened.eqns:
-                outs = self.equation(eqn.primitive, eqn.params, list(map(of, eqn.invars)), certain)
-                env.update(zip(eqn.outvars, outs or [any(map(of, eqn.invars))] * len(eqn.outvars), strict=True))
-            self._known[key] = list(map(of, opened.outvars))
-        return self._known[key]
+                eqn_ins = list(map(depends, eqn.invars))
+                outs = self.equation(eqn.primitive, eqn.params, eqn_ins, certain)
+                env.update(zip(eqn.outvars, outs or [any(eqn_ins)] * len(eqn.outvars), strict=True))
+            self._known[call] = list(map(depends, opened.outvars))
+        return self._known[call]
 
     def equation(self, primitive: Any, params: dict[str, Any], ins: list[bool], certain: bool) -> list[bool] | None:
-        """Which results do; None if all of them do as soon as any input does."""
+        """Which results depend on marked inputs; None if each result depends on every input."""
         identity = _identity(primitive, params)
         if identity is not None:
-            operands = ins if primitive is log_p else ins[1:]  # but for the token
+            operands = ins if primitive is log_p else ins[1:]  # without the token
             self.logs[identity] = self.logs.get(identity, False) or any(operands) or not certain
             return None if primitive is log_p else ins[:1]
         jaxprs = executed_jaxprs(primitive, params)
@@ -179,11 +180,11 @@ class _Dependence:
 
 
 class _Backward(_Passing):
-    """Leaves out what repeats one of the logs that were noted.
+    """Leaves out logs that repeat one of those noted.
 
-    Values are known by their identity, so that they stay what they are to the rule; those that depend on cotangents are
-    kept, lest another takes their place. The trace stands for itself: JAX's cache of compiled functions must not answer
-    past it, or their results would not be known.
+    Values are recognised by `id`, so that the rule sees them unchanged; those that depend on cotangents are kept alive,
+    so that no other gets their `id`. The trace does not stand for its parent: JAX's cache of compiled functions must
+    not bypass it, or their results would not be marked.
     """
 
     def __init__(self, parent: Any, noted: set[Identity], depending: dict[int, Any]):
@@ -194,14 +195,14 @@ class _Backward(_Passing):
         return _Backward(parent, self.noted, self.depending)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        found = _Dependence()
+        dependence = _Dependence()
         ins = [id(x) in self.depending for x in tracers]
-        depends = found.equation(primitive, params, ins, certain=True)
-        repeated = frozenset(i for i, depends in found.logs.items() if i in self.noted and not depends)
+        depends = dependence.equation(primitive, params, ins, certain=True)
+        repeated = frozenset(i for i, depends in dependence.logs.items() if i in self.noted and not depends)
         with _compat.set_current_trace(self.parent):
             if repeated and _identity(primitive, params) is not None:
                 return [] if primitive is log_p else [tracers[0]]
-            if repeated and not found.opaque:
+            if repeated and not dependence.opaque:
                 outs = apply_rule(Frame(Unrepeated(repeated), ()), primitive, params, tracers)
             else:
                 outs = primitive.bind(*tracers, **params)
@@ -212,10 +213,10 @@ class _Backward(_Passing):
     def process_functions(
         self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
     ) -> Any:
-        """Hand a primitive that carries Python functions to the trace around.
+        """Pass a primitive with Python functions on to the surrounding trace.
 
-        It may run them on other values, of which nothing is known: if any of its own depends on cotangents, all inside
-        counts.
+        It may run them on values that are not marked: if any of its operands depends on cotangents, all logs inside
+        count.
         """
         if not any(id(x) in self.depending for x in tracers):
             return super().process_functions(method, primitive, functions, tracers, *rest, **params)
@@ -231,7 +232,7 @@ class _Backward(_Passing):
 
 
 def _once(fwd: Any, bwd: Any, count_residuals: Callable[[], int]) -> tuple[Any, Any]:
-    """The rules of a `custom_vjp`, such that the second repeats no log of the first."""
+    """The rules of a `custom_vjp`, changed such that the backward rule repeats no log of the forward rule."""
     noted: set[Identity] = set()
 
     def forward(rule: Any, *args: Any) -> Any:
@@ -252,5 +253,5 @@ def _once(fwd: Any, bwd: Any, count_residuals: Callable[[], int]) -> tuple[Any, 
 
 
 def install() -> None:
-    """Put the rule in place."""
+    """Wrap the rules of every `custom_vjp`."""
     _compat.wrap_vjp_rules(_once)

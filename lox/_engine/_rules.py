@@ -1,8 +1,8 @@
 """One rule for every primitive that can contain logs.
 
-A rule rebuilds the primitive such that its logs reach the frame, and registers with `@rule` all else that is known of
-it. A primitive without a rule that contains logs is an error, since guessing at what its jaxpr means would be silently
-wrong (the jaxpr of `reduce` looks just like that of a call).
+A rule rebuilds the primitive such that its logs reach the frame; `@rule` registers all else that is known about it. A
+primitive that logs but has no rule is an error, since a guess at the meaning of its jaxpr could be silently wrong (the
+jaxpr of `reduce` looks just like that of a call).
 """
 
 import dataclasses
@@ -47,11 +47,11 @@ from lox._engine._interpret import (
 @rule("jit", "pjit", count=once)
 def _jit(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     def attempt(state: Any) -> list[Any]:
-        entry = transformed(frame, params["jaxpr"], state, once=True)
+        body = transformed(frame, params["jaxpr"], state, once=True)
         leaves = jax.tree.leaves(state)
-        widened = _compat.widen_jit(params, entry.jaxpr, len(leaves), entry.extra)
-        outs, state, piece = entry.unpack(primitive.bind(*leaves, *args, **widened))
-        frame.absorb(state, piece, entry.keys)
+        widened = _compat.widen_jit(params, body.jaxpr, len(leaves), body.extra)
+        outs, state, piece = body.unpack(primitive.bind(*leaves, *args, **widened))
+        frame.absorb(state, piece, body.keys)
         return outs
 
     return frame.settle(attempt)
@@ -60,12 +60,12 @@ def _jit(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) 
 @rule("remat2", "checkpoint", count=once)
 def _remat(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     def attempt(state: Any) -> list[Any]:
-        entry = transformed(frame, params["jaxpr"], state, once=True)
-        jaxpr, consts = _compat.without_consts(entry.jaxpr)
+        body = transformed(frame, params["jaxpr"], state, once=True)
+        jaxpr, consts = _compat.without_consts(body.jaxpr)
         leaves = jax.tree.leaves(state)
         widened = _compat.widen_remat(params, jaxpr, len(consts) + len(leaves))
-        outs, state, piece = entry.unpack(primitive.bind(*consts, *leaves, *args, **widened))
-        frame.absorb(state, piece, entry.keys)
+        outs, state, piece = body.unpack(primitive.bind(*consts, *leaves, *args, **widened))
+        frame.absorb(state, piece, body.keys)
         return outs
 
     return frame.settle(attempt)
@@ -89,16 +89,16 @@ def _inline(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any
 @rule("composite", count=once)
 def _composite(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     if frame.handler.in_place:
-        name = next(name for name, value in params.items() if _compat.is_jaxpr(value))  # it has changed in 0.12
+        name = next(name for name, value in params.items() if _compat.is_jaxpr(value))  # renamed in 0.12
         return primitive.bind(*args, **{**params, name: transformed(frame, params[name], frame.state).jaxpr})
-    # The name stands for a function without logs; the body, which does the same, takes its place.
+    # The name stands for a function without logs, so the body, which does the same, replaces it.
     return _inline(frame, primitive, params, args)
 
 
 @rule("custom_vmap_call", count=once)
 def _custom_vmap(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     if not frame.handler.in_place:
-        # Batched from outside, the function is mapped like any other: the rule knows nothing of the logs.
+        # Under an outer vmap the function is mapped like any other: its own rule does not know the logs.
         return _inline(frame, primitive, params, args)
 
     def rule(*xs: Any, **kwargs: Any) -> Any:
@@ -109,14 +109,14 @@ def _custom_vmap(frame: Frame, primitive: Any, params: dict[str, Any], args: lis
 
 @rule("remat_opt", count=once)
 def _remat_opt(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
-    """The forward rule of a custom_vjp with `optimize_remat`, for which JAX puts the function itself if it can."""
+    """The forward rule of a custom_vjp with `optimize_remat`, which JAX replaces by the function itself if it can."""
     if not frame.handler.in_place:
-        # The events are those of the rule, whatever is optimized later.
+        # The events are those of the rule, even if JAX would replace it.
         return _inline(frame, primitive, params, args)
     inside = frame.block(())
 
     def without_logs() -> tuple[Any, list[Any]]:
-        inside.inside = inside.path
+        inside.eqn_scope = inside.scope
         original = _compat.close_jaxpr(*params["fun_jaxpr_thunk"]())
         return _compat.split_jaxpr(transformed(inside, original, ()).jaxpr)
 
@@ -158,7 +158,7 @@ def _scan(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
         return blocks.run(frame, True, lambda inner: iterate(inner, init, xs, length), room_for)
 
     def part(frame: Frame, init: list[Any], xs: list[Any], length: int) -> list[Any]:
-        """So few iterations that all their events fit."""
+        """Run so few iterations that all their events fit."""
         blocks.flush(frame, room_for=length)
         return block(frame, init, xs, length, room_for=0)
 
@@ -170,7 +170,7 @@ def _scan(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
     def step(inner: Frame, c: list[Any], x: list[Any]) -> list[Any]:
         return block(inner, c, x, blocks.iterations)
 
-    # What is left over comes last; that is the beginning if the loop runs backwards.
+    # The remaining iterations run last: at the end of `xs`, or at its beginning if the loop is reversed.
     cut = rest if options["reverse"] else length - rest
     parts = [[x[:cut] for x in xs], [x[cut:] for x in xs]]
     main, left = parts[::-1] if options["reverse"] else parts
@@ -185,7 +185,7 @@ def _scan(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
 
 
 def _loop(frame: Frame, step: Callable[..., list[Any]], init: list[Any], xs: list[Any], options: Any) -> list[Any]:
-    """`lax.scan` of `step(frame, carry, x)`."""
+    """Scan with `step(frame, carry, x)`."""
     n_carry = len(init)
 
     def attempt(state: Any) -> list[Any]:
@@ -212,9 +212,9 @@ def _loop(frame: Frame, step: Callable[..., list[Any]], init: list[Any], xs: lis
 
 @rule("while")
 def _while(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
-    if not any(wants_any(frame.handler, params[name], frame.inside) for name in ("cond_jaxpr", "body_jaxpr")):
+    if not any(wants_any(frame.handler, params[name], frame.eqn_scope) for name in ("cond_jaxpr", "body_jaxpr")):
         if not frame.handler.in_place:
-            frame = Frame(Drop(), (), path=frame.inside)
+            frame = Frame(Drop(), (), scope=frame.eqn_scope)
         return _same_while(frame, primitive, params, args)
     if frame.handler.masks_lanes:
         params, args = _masking.masked_loop(params, args)
@@ -225,8 +225,8 @@ def _while(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]
     cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
     decision = _compat.out_avals(cond_jaxpr)[0]
     cond_logs = _compat.has_logs(cond_jaxpr)
-    # A loop whose condition is batched goes on while any lane does; the others keep their values. That the events of
-    # finished lanes are masked has been seen to in `_batching.py`, which leaves no log in such a condition.
+    # A loop with a batched condition runs as long as any lane does; the others keep their values. `_batching.py` has
+    # masked the events of finished lanes, and left no log in such a condition.
     batched = bool(decision.shape)
     evaluate = _compat.jaxpr_as_fun(cond_jaxpr)
 
@@ -240,7 +240,7 @@ def _while(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]
         return c, test(inner, c) if cond_logs else None
 
     def iterate(frame: Frame, step: Any, c: list[Any], pred: Any, limit: int | None = None) -> tuple[list[Any], Any]:
-        """Loop while the condition holds, up to `limit` times. A condition that logs is carried, as `pred`."""
+        """Loop while the condition holds, up to `limit` times. The result of a condition that logs is carried."""
 
         def attempt(state: Any) -> tuple[list[Any], Any]:
             state = _compat.on_mesh_of(args, state)
@@ -269,7 +269,7 @@ def _while(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]
 
     pred = None
     if cond_logs:
-        # The first evaluation: the others are made after every iteration, where their events belong.
+        # The first evaluation. The others come after every iteration, where their events belong.
         first = frame.block(frame.state, unbounded=True)
         pred = test(first, init)
         frame.absorb(first.state, (), first.keys)
@@ -285,7 +285,7 @@ def _while(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]
 
 
 def _same_while(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
-    """The same loop with other jaxprs, and without the constants that only what is gone had asked for."""
+    """The same loop with transformed jaxprs, without constants that only removed logs needed."""
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     changed, consts = {}, []
     for name, count in (("cond", n_cond), ("body", n_body)):
@@ -293,11 +293,11 @@ def _same_while(frame: Frame, primitive: Any, params: dict[str, Any], args: list
         kept = [x for x, u in zip(args[:count], used, strict=True) if u]
         changed[f"{name}_jaxpr"], changed[f"{name}_nconsts"] = jaxpr, len(kept)
         consts, args = [*consts, *kept], args[count:]
-    if _compat.out_avals(changed["cond_jaxpr"])[0].shape:  # batched, which only the primitive can be
+    if _compat.out_avals(changed["cond_jaxpr"])[0].shape:  # `lax.while_loop` does not take a batched condition
         return primitive.bind(*consts, *args, **dict(params, **changed))
     test, step = (_compat.jaxpr_as_fun(changed[f"{name}_jaxpr"]) for name in ("cond", "body"))
     count = changed["cond_nconsts"]
-    # Through the front door, where JAX sees what no longer changes from one iteration to the next.
+    # By the public function, which finds new loop invariants.
     return lax.while_loop(lambda c: test(*consts[:count], *c)[0], lambda c: step(*consts[count:], *c), list(args))
 
 
@@ -309,13 +309,13 @@ def _where(lanes: Any, new: list[Any], old: list[Any]) -> list[Any]:
 
 
 def _varying_like(decision: Any, tree: Any) -> Any:
-    """What devices of a shard_map decide for themselves differs between them, though no operand may say so."""
+    """Let results vary over the devices of a shard_map that decide separately, even if no operand varies."""
     axes = _compat.varying_axes(decision)
     return map_laned(lambda x, _: x.map(lambda a: _compat.vary_over(a, axes)), tree) if axes else tree
 
 
 def _decided(frame: Frame, decision: Any, jaxprs: Sequence[Any], state: Any) -> Any:
-    """The same for the state that these jaxprs have left, as far as it concerns what they log."""
+    """`_varying_like` for the part of the state that belongs to the logs of these jaxprs."""
     inside, rejoin = frame.handler.split_state(state, set().union(*[_logged_keys(frame, jaxpr) for jaxpr in jaxprs]))
     return rejoin(_varying_like(decision, inside))
 
@@ -324,15 +324,15 @@ def _decided(frame: Frame, decision: Any, jaxprs: Sequence[Any], state: Any) -> 
 
 
 def _masked_cond(params: dict[str, Any], args: list[Any], place: Place) -> tuple[dict[str, Any], list[Any]]:
-    """A cond whose branch is taken for all lanes of an Equinox loop together: lanes that have finished do not log.
+    """A cond that takes a branch for all lanes of an Equinox loop together, but logs only in lanes that still run.
 
-    Where its index comes from is seen in the jaxpr around.
+    The surrounding jaxpr shows where its index comes from.
     """
-    own = _masking.own_condition(place.jaxpr, place.eqn.invars[0])
-    if own is None:
+    lane_index = _masking.lane_condition(place.jaxpr, place.eqn.invars[0])
+    if lane_index is None:
         return params, args
     branches = _masking.masked_branches(params["branches"], args[0])
-    return dict(params, branches=branches), [args[0], own(*place.args), *args[1:]]
+    return dict(params, branches=branches), [args[0], lane_index(*place.args), *args[1:]]
 
 
 def _count_branches(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
@@ -352,44 +352,44 @@ def _cond(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any],
 
     def attempt(state: Any) -> list[Any]:
         state = _compat.on_mesh_of(args, state)
-        entries = [transformed(frame, branch, state, decision=_compat.aval_of(index)) for branch in params["branches"]]
-        jaxprs, first = [e.jaxpr for e in entries], entries[0]
+        bodies = [transformed(frame, branch, state, decision=_compat.aval_of(index)) for branch in params["branches"]]
+        jaxprs, first = [b.jaxpr for b in bodies], bodies[0]
         leaves, types = jax.tree.leaves(state), _compat.in_avals(first.jaxpr)
         treedef = jax.tree.structure(first.piece)
-        unify = frame.handler.unify([e.piece for e in entries])
+        unify = frame.handler.unify([b.piece for b in bodies])
         if unify is not None:
             box: list[Any] = []
 
-            def padded(entry: Transformed, fit: Any) -> Callable[..., list[Any]]:
+            def padded(body: Transformed, fit: Any) -> Callable[..., list[Any]]:
                 def branch(*xs: Any) -> list[Any]:
-                    outs, state, piece = entry.unpack(_compat.jaxpr_as_fun(entry.jaxpr)(*xs))
+                    outs, state, piece = body.unpack(_compat.jaxpr_as_fun(body.jaxpr)(*xs))
                     flat, tree = jax.tree.flatten(fit(piece))
                     box.append(tree)
                     return [*outs, *jax.tree.leaves(state), *flat]
 
                 return branch
 
-            jaxprs = [_compat.make_jaxpr(padded(e, fit), types) for e, fit in zip(entries, unify, strict=True)]
+            jaxprs = [_compat.make_jaxpr(padded(b, fit), types) for b, fit in zip(bodies, unify, strict=True)]
             treedef = box[0]
         jaxprs = _compat.with_common_types(jaxprs, types)
         flat = primitive.bind(index, *leaves, *operands, **dict(params, branches=tuple(jaxprs)))
         n_state = len(jax.tree.leaves(first.struct))
         outs, state, piece = flat[: first.outs], flat[first.outs : first.outs + n_state], flat[first.outs + n_state :]
-        keys = {k: all(e.keys.get(k, False) for e in entries) for e in entries for k in e.keys}
+        keys = {k: all(b.keys.get(k, False) for b in bodies) for b in bodies for k in b.keys}
         decision = jax.typeof(index)
         state = jax.tree.unflatten(jax.tree.structure(first.struct), state)
         piece = _varying_like(decision, jax.tree.unflatten(treedef, _compat.on_mesh_of(args, piece)))
         frame.absorb(_decided(frame, decision, params["branches"], state), piece, keys)
         if not frame.handler.in_place:
             return list(outs)
-        # As JAX does, which has not seen what is left of the branches: if they all do nothing, there is no cond.
+        # As JAX does for branches without logs: a result that all branches just pass on does not need the cond.
         passed = _compat.passed_on(jaxprs)
         return [out if n is None else operands[n] for out, n in zip(outs, passed, strict=True)]
 
     return frame.settle(attempt)
 
 
-# --- functions with derivative rules of their own ------------------------------------------------
+# --- functions with custom derivative rules ------------------------------------------------------
 
 
 @rule(
@@ -410,8 +410,8 @@ def _custom_call(
             with _compat.set_current_trace(RuleTrace(parent, around)):
                 return _compat.eval_equation(jaxpr, eqn, args)
 
-    # Constants that the function closes over stay closed over: its rule says nothing about them, and JAX objects to
-    # their being differentiated.
+    # Constants that the function closes over stay closed over: its rule does not cover them, and JAX raises if they
+    # are differentiated.
     n_consts = eqn.params["num_consts"]
     consts, args = args[:n_consts], args[n_consts:]
 
@@ -423,52 +423,52 @@ def _custom_call(
 
 
 def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
-    """Call a derivative rule: the events of a function are those of its primal."""
+    """Call a derivative rule without its events: those of a function are the events of its primal."""
     return run_function(handler.for_rules(), fun, args, {}, whole=False)[0]
 
 
 def _logged_keys(frame: Frame, jaxpr: Any) -> set[str]:
-    return set(tally(jaxpr, frame.inside, lambda meta, path: [path + key for key in meta.keys]))
+    return set(tally(jaxpr, frame.eqn_scope, lambda meta, scope: [scope + key for key in meta.keys]))
 
 
 def _with_rule_of(frame: Frame, original: Any, jaxpr: Any, consts: list[Any], args: list[Any], wrap: Any) -> list[Any]:
-    """Run `jaxpr` for values and logs, such that it is differentiated like `original`.
+    """Run `jaxpr` for values and logs, but differentiate it like `original`.
 
-    Only the keys that are logged inside take part: the rule knows nothing of logs, so what passes through is constant
-    to differentiation.
+    Only the state of keys that are logged inside takes part: the rule does not know logs, so any state that passes
+    through is constant to differentiation.
     """
 
     def attempt(state: Any) -> list[Any]:
         inside, rejoin = frame.handler.split_state(state, _logged_keys(frame, jaxpr))
         try:
-            entry = transformed(frame, jaxpr, inside)
+            body = transformed(frame, jaxpr, inside)
         except Grown as grown:
             raise Grown(frame, types_of(rejoin(grown.struct))) from None
         leaves = jax.tree.leaves(inside)
-        evaluate = _compat.jaxpr_as_fun(entry.jaxpr)
+        evaluate = _compat.jaxpr_as_fun(body.jaxpr)
 
         def fun(*xs: Any) -> Any:
             return evaluate(*xs[: len(leaves)], *consts, *xs[len(leaves) :])
 
-        wrapped = wrap(frame.handler, fun, original, entry.outs, len(leaves))
-        outs, inside, piece = entry.unpack(wrapped(*leaves, *args))
-        frame.absorb(rejoin(inside), piece, entry.keys)
+        wrapped = wrap(frame.handler, fun, original, body.outs, len(leaves))
+        outs, inside, piece = body.unpack(wrapped(*leaves, *args))
+        frame.absorb(rejoin(inside), piece, body.keys)
         return outs
 
     return frame.settle(attempt)
 
 
 def _extra(fun: Any, args: Any, n_outs: int) -> list[Any]:
-    """What the transformed function gives beside its results.
+    """What the transformed function returns beside its results.
 
-    Its rule runs too, and to transformations outside the rule's events are those that happen: what the function lets
-    flow on must not be added to them.
+    Its rule runs too, and outer transformations take the rule's events: those that the function lets flow on must not
+    be added to them.
     """
     return run_function(Drop(), fun, tuple(map(lax.stop_gradient, args)), {})[0][n_outs:]
 
 
 def _split(original: Any, args: Any, moving: list[bool]) -> tuple[Any, list[Any]]:
-    """`original` as a function of those arguments that are differentiated, so that its rule sees which are not."""
+    """`original` as a function of the differentiated arguments only, so that its rule sees which they are."""
 
     def of_moving(*xs: Any) -> list[Any]:
         rest = iter(xs)
@@ -487,7 +487,7 @@ def _with_vjp_of(handler: Handler, fun: Any, original: Any, n_outs: int, n_state
         moving = [p.perturbed for p in primals[n_state:]]
         of_moving, xs = _split(original, args[n_state:], moving)
         outs, pullback = silenced(handler, lambda *xs: jax.vjp(of_moving, *xs), *xs)
-        # Structure is the only thing about residuals that is static: an empty tuple is an argument that moves.
+        # Only the structure of residuals is static: an empty tuple marks a differentiated argument.
         marks = [() if m else None for m in moving]
         return [*outs, *_extra(fun, args, n_outs)], (pullback, marks)
 
@@ -539,7 +539,7 @@ def _linear_solve(frame: Frame, primitive: Any, params: dict[str, Any], args: li
     consts, b = args[start : start + lengths.solve], args[sum(lengths) :]
     n_rest = len(args) - len(consts) - len(b)
 
-    # The solver's own constants and right-hand side are what its jaxpr takes; the rest only serves differentiation.
+    # The jaxpr of the solver takes its constants and the right-hand side; the rest only serves differentiation.
     rest = [*args[:start], *args[start + lengths.solve : sum(lengths)]]
 
     def original(*xs: Any) -> list[Any]:
@@ -554,17 +554,17 @@ def _linear_solve(frame: Frame, primitive: Any, params: dict[str, Any], args: li
 
 @rule("call_hi_primitive")
 def _high(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
-    """Primitives of JAX's newer kind: custom_root from 0.11.2; remat and custom derivatives behind flags on 0.12."""
+    """Primitives of JAX's newer kind: custom_root since 0.11.2, remat and custom derivatives behind flags in 0.12."""
     prim = params["_prim"]
     if type(prim).__name__ == "RematTraced":
 
         def attempt(state: Any) -> list[Any]:
-            entry = transformed(frame, prim.jaxpr, state)
-            jaxpr, consts = _compat.without_consts(entry.jaxpr)
+            body = transformed(frame, prim.jaxpr, state)
+            jaxpr, consts = _compat.without_consts(body.jaxpr)
             leaves = jax.tree.leaves(state)
             widened = _compat.widen_high_remat(prim, jaxpr, len(consts) + len(leaves))
-            outs, state, piece = entry.unpack(widened(*consts, *leaves, *args))
-            frame.absorb(state, piece, entry.keys)
+            outs, state, piece = body.unpack(widened(*consts, *leaves, *args))
+            frame.absorb(state, piece, body.keys)
             return outs
 
         return frame.settle(attempt)
@@ -582,9 +582,9 @@ def _high(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
 
 @rule(_compat.LOG_GRAD_NAME)
 def _log_grad(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
-    """It logs when the function is differentiated from outside, which makes it a derivative rule like others."""
+    """Treat it as a derivative rule: it logs when the function is differentiated from outside."""
     handler, event = frame.handler.for_rules(), params["event"]
-    if not handler.wants(event, frame.inside):
+    if not handler.wants(event, frame.eqn_scope):
         return args[: event.treedef.num_leaves]
     seen = event.seen or isinstance(handler, MarkSeen)
     return primitive.bind(*args, event=dataclasses.replace(event, seen=seen))
@@ -595,7 +595,7 @@ def _log_grad(frame: Frame, primitive: Any, params: dict[str, Any], args: list[A
 
 @rule("shard_map", count=once)
 def _shard_map(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
-    """What varies over devices leaves with a device axis, as the outermost lane; what does not leaves as it is."""
+    """Give values that vary over devices a device axis, as the outermost lane, when they leave the shard_map."""
     jaxpr, mesh, check = params["jaxpr"], params["mesh"], params["check_vma"]
     manual = _compat.manual_axes(params)
     sharded = functools.partial(jax.shard_map, mesh=mesh, axis_names=manual, check_vma=check)
@@ -622,35 +622,35 @@ def _shard_map(frame: Frame, primitive: Any, params: dict[str, Any], args: list[
         return PartitionSpec()
 
     def outside(laned: Laned, lead: int) -> Laned:
-        """The type that a value has once it is outside."""
+        """The type of a value outside of the shard_map."""
         names, size = varying(laned), int(np.prod([mesh.shape[n] for n in varying(laned)]))
 
         def aval(a: Any) -> Any:
             axes = [*_compat.explicit_axes(a)] or [None] * len(a.shape)
             shape = a.shape
             if names:
-                told = _compat.explicit_over(mesh, names)
+                explicit = _compat.explicit_over(mesh, names)
                 shape = (*shape[:lead], size, *shape[lead:])
-                axes.insert(lead, told and told.names)
+                axes.insert(lead, explicit and explicit.names)
             return _compat.array_type(shape, a.dtype, _compat.abstract_sharding(mesh, axes))
 
         return Laned(jax.tree.map(aval, laned.tree), (names, *laned.flags))
 
-    def at_the_door(laned: Laned, lead: int) -> Laned:
-        """Sharded as the devices take it."""
+    def sharded_on_entry(laned: Laned, lead: int) -> Laned:
+        """Shard a value as the devices take it."""
         names = laned.flags[0]
         sharding = _compat.explicit_over(mesh, names) if names else None
         return laned if sharding is None else laned.map(lambda x: _compat.shard_axes(x, {lead: sharding}))
 
     def attempt(state: Any) -> list[Any]:
         inside, rejoin = frame.handler.split_state(state, _logged_keys(frame, jaxpr))
-        inside = map_laned(at_the_door, map_laned(_with_device_flag, inside))
+        inside = map_laned(sharded_on_entry, map_laned(_with_device_flag, inside))
         box: dict[str, Any] = {}
 
         def body(given: Any, *xs: Any) -> Any:
             given = map_laned(enter, given)
             inner = frame.block(given)
-            # Unless JAX checks what varies, types do not tell: not of the axes around either.
+            # Unless JAX checks what varies, types do not show it, not even for the axes of outer shard_maps.
             inner.alike = inner.alike | manual if check else frozenset()
             with _compat.given_up_by(Retrace):
                 outs = interpret(inner, jaxpr, xs)
@@ -665,7 +665,7 @@ def _shard_map(frame: Frame, primitive: Any, params: dict[str, Any], args: list[
 
         in_specs = (map_laned(spec, inside, everywhere), *params["in_specs"])
         outs_specs = list(params["out_specs"])
-        # Which results vary is known only once the body has been traced.
+        # Only tracing the body shows which results vary.
         probe = sharded(lambda *xs: body(*xs)[0], in_specs=in_specs, out_specs=outs_specs)
         jax.eval_shape(probe, inside, *args)
         with rebuilding():

@@ -24,10 +24,10 @@ def scope(name: str) -> AbstractContextManager[Any]:
     >>> print(lox.spool(model)(3)[1])
     {'encoder/norm': 3, 'decoder/norm': 6}
 
-    It is one of JAX's named scopes: known wherever JAX keeps track of where an operation comes from. A function that is
-    jitted, and compiled once, thus reports under every scope in which it is called. Only scopes inside the transformed
-    function count: what `spool` returns does not depend on where it is called. The console, where logs go that nothing
-    transforms, knows those inside the innermost jit or loop.
+    It is one of JAX's named scopes, which JAX records for every operation. A jitted function, compiled once, thus logs
+    under every scope in which it is called. Only scopes inside the transformed function count: the result of `spool`
+    does not depend on where it is called. Logs that no transformation takes are printed with the scopes inside the
+    innermost jit or loop.
 
     Args:
         name: Any text without a line break. `"a/b"` is the same as `"b"` in a scope `"a"`.

@@ -1,4 +1,4 @@
-"""Which logs a transformation is about."""
+"""Which logs a transformation selects."""
 
 import dataclasses
 import fnmatch
@@ -12,7 +12,7 @@ from lox._engine._event import Event
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """By name and by tag; both must hold. None is no restriction, an empty list selects nothing."""
+    """A selection by name and by tag; both must match. None is no restriction, an empty list selects nothing."""
 
     argnames: tuple[str, ...] | None = None
     tags: frozenset[str] | None = None
@@ -20,14 +20,14 @@ class Selection:
 
     @classmethod
     def of(cls, argnames: str | Iterable[str] | None, tags: str | Iterable[str] | None) -> "Selection":
-        """From what users write: a bare string is one name."""
+        """Make a selection of what users write: a bare string is one name."""
         names = _strings("argnames", argnames)
         labels = _strings("tags", tags)
         return cls(names, None if labels is None else frozenset(labels))
 
-    def keys(self, event: Any, path: str = "") -> list[str]:
-        """The selected keys of an event, or of what is known about it beforehand; `path` is added to them."""
-        keys = [path + k for k in (event.values if isinstance(event, Event) else event.keys)]
+    def keys(self, event: Any, scope: str = "") -> list[str]:
+        """The selected keys of an event or of its static part, with `scope` in front."""
+        keys = [scope + k for k in (event.values if isinstance(event, Event) else event.keys)]
         if self.tags is not None and not self.tags & event.tags:
             return []
         if event.explicit and self.argnames is None and self.tags is None:
@@ -44,36 +44,37 @@ def _strings(option: str, given: Any) -> tuple[str, ...] | None:
 
 
 def names(option: str, given: Any) -> tuple[str, ...]:
-    """What users write for names: one string, or several."""
-    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
-    for item in found:
+    """A tuple of names, of which users write one or several."""
+    items = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    for item in items:
         if not isinstance(item, str):
             raise _errors.LogTypeError(f"`{option}` takes names, not {item!r}.")
-    return found
+    return items
 
 
-# What was logged: keys and tags, once each.
+# The keys and tags of all logs, once each.
 Logged = dict[tuple[str, frozenset[str]], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """What a transformation was asked for by name. If nothing of the sort is logged, that is told."""
+    """The names in a transformation's options. Warns if nothing is logged under them."""
 
     selection: Selection
     keys: tuple[tuple[str, tuple[str, ...]], ...] = ()  # by option
-    removing: bool = False  # so that it is no surprise if there is nothing
-    rules: bool = False  # whether it is about logs in derivative rules too
+    removing: bool = False  # the transformation removes logs: then a function without any is no surprise
+    rules: bool = False  # whether it concerns logs in derivative rules too
 
     @classmethod
     def of(cls, selection: Selection, removing: bool = False, rules: bool = False, **mappings: Any) -> "Names | None":
-        """None if nothing was asked for by name; options that are no pairs of key and value name nothing."""
-        keys = tuple((name, tuple(k for k, _ in of)) for name, of in mappings.items() if isinstance(of, tuple) and of)
+        """Collect the names; None if there are none. Options that are not pairs of key and value have none."""
+        pairs = {option: given for option, given in mappings.items() if isinstance(given, tuple) and given}
+        keys = tuple((option, tuple(key for key, _ in given)) for option, given in pairs.items())
         selective = bool(selection.argnames or selection.tags) and selection.expected
         return cls(selection, keys, removing, rules) if selective or keys else None
 
     def check(self, logged: Logged, has_rules: bool) -> None:
-        """Warn of what is not there, unless it may be in derivative rules, which nobody has seen yet."""
+        """Warn about names that are not logged, unless they may be in derivative rules, which have not run yet."""
         if not (self.rules and has_rules) and (logged or not self.removing):
             known = list(dict.fromkeys(key for key, _ in logged))
             problems = [text for option, keys in self.keys if (text := unmatched(option, keys, known))]
@@ -82,24 +83,24 @@ class Names:
 
     def _unselected(self, logged: Logged, known: list[str]) -> list[str]:
         names, tags = self.selection.argnames, self.selection.tags
-        if not self.selection.expected or names == () or tags == frozenset():  # which is to select nothing
+        if not self.selection.expected or names == () or tags == frozenset():  # meant to select nothing
             return []
-        found = [unmatched("argnames", names, known)] if names else []
-        if tags and not any(tags & of for _, of in logged):
-            there = list(dict.fromkeys(tag for _, of in logged for tag in sorted(of)))
+        texts = [unmatched("argnames", names, known)] if names else []
+        if tags and not any(tags & labels for _, labels in logged):
+            there = list(dict.fromkeys(tag for _, labels in logged for tag in sorted(labels)))
             which = "No log has a tag." if logged and not there else _there("tags", there)
-            found.append(f"no log has {_one_of('tag', sorted(tags))}. {which}{_nearest(sorted(tags), there)}")
-        if names and tags and not any(found) and not any(tags & of and _matches(key, names) for key, of in logged):
-            found.append(f"no log has both {_one_of('key', names)} and {_one_of('tag', sorted(tags))}.")
-        return [text for text in found if text]
+            texts.append(f"no log has {_one_of('tag', sorted(tags))}. {which}{_nearest(sorted(tags), there)}")
+        if names and tags and not any(texts) and not any(tags & have and _matches(key, names) for key, have in logged):
+            texts.append(f"no log has both {_one_of('key', names)} and {_one_of('tag', sorted(tags))}.")
+        return [text for text in texts if text]
 
 
 def unmatched(option: str, names: Iterable[str], known: Iterable[str]) -> str:
-    """What to tell of names that are none of the known keys: nothing, if there are none of the sort."""
+    """A warning about names that are not among the known keys; empty if all of them are."""
     known, names = list(known), list(names)
     if option == "argnames":
         missing = [n for n in names if not any(fnmatch.fnmatchcase(key, n) for key in known)]
-        if len(missing) < len(names):  # of several globs some may well be for other programs
+        if len(missing) < len(names):  # some of several globs may be meant for other programs
             missing = [n for n in missing if not set(n) & set("*?[")]
     else:
         missing = [n for n in names if n not in known]

@@ -1,4 +1,4 @@
-"""The default sink: where an event goes that no transformation has claimed."""
+"""The default sink, which takes the events that no transformation has claimed."""
 
 import os
 from collections.abc import Callable
@@ -17,9 +17,9 @@ class Config:
     >>> import lox
     >>> lox.config.sink = "off"  # ignore events that no spool or tap has claimed
     >>> lox.config.sink = "console"  # print them: the default
-    >>> lox.config.sink = lambda logs: None  # or do with them what you like
+    >>> lox.config.sink = lambda logs: None  # or call your own function
 
-    The sink is read when an event arrives, so that functions already compiled follow it.
+    The sink is read when an event arrives, so it also applies to functions that are already compiled.
     """
 
     _sink: str | Callable[[logdict], Any] = "console"
@@ -47,12 +47,12 @@ if os.environ.get("LOX_SINK"):
 
 
 def is_compiled_out() -> bool:
-    """Whether the environment asks that compiled programs contain no call to the default sink at all."""
+    """Whether the environment asks to leave calls to the default sink out of compiled programs."""
     return os.environ.get("LOX_SINK") == "off"
 
 
 def deliver(logs: logdict, token: int = 0) -> None:
-    """Take one event of NumPy values."""
+    """Send one event of NumPy values to the sink."""
     del token
     sink = config.sink
     if callable(sink):

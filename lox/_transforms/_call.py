@@ -1,4 +1,4 @@
-"""What `spool`, `tap`, `nolog` and `keep` share: options, and calling jitted functions at the speed of jit."""
+"""Shared by `spool`, `tap`, `nolog` and `keep`: options, and calling jitted functions at the speed of jit."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ from lox import _compat, _errors
 from lox._data import _reduce
 from lox._engine import _interpret
 
-# The parameters and the result of a function that is transformed.
+# The parameters and the result of a transformed function.
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Transform = Callable[..., Any]  # of a function, its arguments, its keyword arguments, and what else is given
+Transform = Callable[..., Any]  # (function, arguments, keyword arguments, *given)
 
 
 def reduce_option(reduce: Any) -> Any:
@@ -35,20 +35,20 @@ def count_option(name: str, given: Any) -> Any:
 
 
 def prefix_option(given: Any) -> str:
-    """A prefix is a string."""
+    """Check that a prefix is a string."""
     if not isinstance(given, str):
         raise _errors.LogTypeError(f"`prefix` is {given!r}; it must be a string.")
     return given
 
 
-# For every jitted function, what is known about calling it transformed: a jitted function if one call of the original
-# is one jit with all arguments traced, False if it is not. Weak, and the values must not refer to the key.
+# How to call each jitted function transformed: with another jitted function if a call of the original is a single jit
+# with all arguments traced, else False. Weak, so the values must not refer to the key.
 _fast: Any = weakref.WeakKeyDictionary()
 _MANY = 64
 
 
 def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwargs: Any, *given: Any) -> Any:
-    """`transform(fun, args, kwargs, *given)`, from the second time on at the speed of jit if `fun` is jitted."""
+    """Call `transform(fun, args, kwargs, *given)`; if `fun` is jitted, at the speed of jit from the second time on."""
     if not isinstance(fun, _compat.PjitFunction) or not _compat.is_evaluating():
         return transform(fun, args, kwargs, *given)
     treedef = jax.tree.structure((args, kwargs))
@@ -56,16 +56,14 @@ def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwa
     if known is None:
         known = _fast[fun] = {}
     how = (key, treedef, _compat.debugged())
-    found = known.get(how)
-    if found:
-        return found(given, *args, **kwargs)
-    if found is None:
+    fast = known.get(how)
+    if fast is None:
         if len(known) >= _MANY:
-            known.pop(next(iter(known)))  # a callback made anew for every call would fill it
+            known.pop(next(iter(known)))  # a new callback for every call would fill it
         leaves = jax.tree.leaves((args, kwargs))
-        fast = _is_one_jit(_interpret.first_bind(fun, args, kwargs), leaves)
-        known[how] = found = _jitted(weakref.ref(fun), transform) if fast else False
-    return found(given, *args, **kwargs) if found else transform(fun, args, kwargs, *given)
+        one_jit = _is_one_jit(_interpret.first_bind(fun, args, kwargs), leaves)
+        known[how] = fast = _jitted(weakref.ref(fun), transform) if one_jit else False
+    return fast(given, *args, **kwargs) if fast else transform(fun, args, kwargs, *given)
 
 
 def _jitted(fun: Any, transform: Transform) -> Any:
@@ -76,7 +74,7 @@ def _jitted(fun: Any, transform: Transform) -> Any:
 
 
 def _is_one_jit(bound: Any, leaves: list[Any]) -> bool:
-    """Whether the call is one plain jit of exactly the arguments: none static, none donated, nothing around it."""
+    """Whether the call is a single plain jit of exactly these arguments, none of them static or donated."""
     if bound is None:
         return False
     primitive, operands, params = bound

@@ -1,7 +1,7 @@
 """`lox.log_grad`: the gradient that arrives at a value.
 
-The primitive behind it is the identity, and linear. What makes it log is its transpose: reverse-mode differentiation
-transposes the linear part of a program, and so meets every cotangent on its way back.
+Its primitive is the identity, and linear. Its transpose logs: reverse-mode differentiation transposes the linear part
+of a program, and so passes every cotangent through the transpose.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ log_grad_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """What will be known of the event before there is a cotangent.
+    """The static part of the event, before there is a cotangent.
 
-    The operands of the primitive are the arrays, of which `treedef` has so many, and the steps; `flags` has the lanes
+    The operands of the primitive are the arrays, one for every leaf of `treedef`, and the steps; `flags` has the lanes
     of each.
     """
 
@@ -82,7 +82,7 @@ def _transpose(cotangents: Any, *operands: Any, event: Label) -> list[Any]:
             reductions={key: event.reduction},
             steps=dict(zip(event.steps, laned[len(grads) :], strict=True)),
             weight=None,
-            mask=None,
+            valid=None,
             tags=event.tags,
             explicit=event.explicit,
             seen=event.seen,
@@ -116,8 +116,8 @@ def log_grad(
     >>> print(grad, logs)
     12.0 {'dy': 3.0}
 
-    Without a backward pass nothing is logged. The backward pass goes through a program from its end to its beginning:
-    of several events, that of the last iteration of a loop comes first. Steps tell which is which:
+    Without a backward pass nothing is logged. The backward pass runs from the end of a program to its beginning, so the
+    event of the last iteration of a loop comes first. Steps tell which is which:
 
     >>> def g(x):
     ...     return jax.lax.fori_loop(0, 3, lambda i, x: lox.log_grad("dx", 2 * x, step=i), x)
@@ -129,9 +129,9 @@ def log_grad(
         name: The key.
         x: An array or a pytree of them. Only floating-point arrays have gradients; the others are passed on.
         tags: Labels by which `spool`, `tap`, `nolog` and `keep` can select.
-        reduce: How `spool` shall combine the events, as for `lox.log`.
-        explicit: Appear only when asked for by name or tag.
-        **steps: Where in the run the event belongs, as for `lox.log`.
+        reduce: How `spool` combines the events, as for `lox.log`.
+        explicit: Appear only when selected by name or tag.
+        **steps: The position of the event in the run, as for `lox.log`.
 
     Returns:
         `x`.
@@ -142,7 +142,7 @@ def log_grad(
     smooth = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
     if not any(smooth):
         raise _errors.LogTypeError(f"`lox.log_grad` cannot log {name!r}: {x!r} holds no floating-point array.")
-    # The others are no part of the value: a None in a pytree is nothing.
+    # The other arrays are not part of the value: None in a pytree has no leaves.
     grads = jax.tree.unflatten(treedef, [0.0 if s else None for s in smooth])
     arrays = [jnp.asarray(v) for v, s in zip(leaves, smooth, strict=True) if s]
     arrays += [as_step(step, number) for step, number in steps.items()]

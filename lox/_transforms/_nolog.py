@@ -23,23 +23,23 @@ class Remove(_interpret.Drop):
 
     @property
     def names(self) -> Names | None:
-        """The selection."""
+        """The names of the selection."""
         return Names.of(self.selection, removing=not self.inverted, rules=True)
 
-    def staying(self, event: Any, path: str) -> list[str]:
+    def staying(self, event: Any, scope: str) -> list[str]:
         """The keys that are not removed."""
-        # A log marked `explicit` is removed by a plain `nolog` too: the question is what to remove, not what to show.
-        chosen = self.selection.keys(dataclasses.replace(event, explicit=False), path)
+        # A plain `nolog` also removes logs marked `explicit`, which only need to be named to appear.
+        chosen = self.selection.keys(dataclasses.replace(event, explicit=False), scope)
         keys = event.values if isinstance(event, Event) else event.keys
-        return [k for k in keys if (path + k in chosen) == self.inverted]
+        return [k for k in keys if (scope + k in chosen) == self.inverted]
 
-    def wants(self, meta: Meta, path: str) -> bool:
-        """Those that stay."""
-        return bool(self.staying(meta, path))
+    def wants(self, meta: Meta, scope: str) -> bool:
+        """Keep logs with keys that stay."""
+        return bool(self.staying(meta, scope))
 
     def event(self, frame: Frame, event: Event) -> None:
-        """Bind again what stays."""
-        staying = self.staying(event, event.path)
+        """Bind the keys that stay."""
+        staying = self.staying(event, event.scope)
         if staying:
             bind(event.only(staying))
 
@@ -105,4 +105,4 @@ def keep(
     return _removing(fun, Remove(Selection.of(argnames, tags), inverted=True))
 
 
-strip = nolog  # its other name
+strip = nolog  # an alias

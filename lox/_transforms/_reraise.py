@@ -1,7 +1,7 @@
-"""`lox.reraise`: what a callback has raised, out of a compiled program.
+"""`lox.reraise`: the exception of a callback, raised from a compiled program.
 
-XLA passes on the text of an exception only, after the stack of the program's threads, in an error of JAX's own. By a
-number in that text the exception itself is found.
+XLA passes on only the text of an exception, after the stack of the program's threads, in an error of JAX. A number in
+that text identifies the exception itself.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from lox._engine import _emit
 
 @contextlib.contextmanager
 def reraise() -> Iterator[None]:
-    """Raise what a callback has raised as it was, also out of a compiled program.
+    """Raise the exception of a callback unchanged, even from a compiled program.
 
     >>> import jax, lox
     >>> @jax.jit
@@ -34,9 +34,9 @@ def reraise() -> Iterator[None]:
     >>> lox.config.sink = "console"
 
     Without it, JAX raises a `jax.errors.JaxRuntimeError`, whose text ends with that of the exception. Outside of jit it
-    is not needed: `lox.tap(f)` and `lox.watch(f)` raise what it was by themselves.
+    is not needed: `lox.tap(f)` and `lox.watch(f)` raise the exception themselves.
 
-    Wait for results inside of the block: JAX raises the error where that is done.
+    Wait for results inside the `with` statement: that is where JAX raises the error.
     """
     try:
         yield

@@ -30,8 +30,8 @@ Options = tuple[tuple[str, Any], ...]
 class Collect(Handler):
     """Stacks events, or reduces them while the program runs.
 
-    Pieces are series by key. The state has, by key, the reductions under way and the buffers of those keys that are
-    logged in loops of unknown length.
+    A piece has the series of each key. The state has, for each key, its reduction, or its buffer if it is logged in a
+    loop of unknown length.
     """
 
     selection: Selection
@@ -42,21 +42,21 @@ class Collect(Handler):
 
     @property
     def names(self) -> Names | None:
-        """Those of the options."""
+        """The names in the options."""
         return Names.of(self.selection, reduce=self.reduce, capacity=self.capacity)
 
-    def wants(self, meta: Meta, path: str) -> bool:
-        """Those that are selected, or kept for others."""
-        return self.keep_logs or bool(self.selection.keys(meta, path))
+    def wants(self, meta: Meta, scope: str) -> bool:
+        """Want selected logs, and all if they are kept for others."""
+        return self.keep_logs or bool(self.selection.keys(meta, scope))
 
     def initial_state(self) -> dict[str, Fold | Buffer]:
-        """Nothing yet: a key's state begins with its first event."""
+        """Start empty: the state of a key begins with its first event."""
         return {}
 
-    def reduction(self, key: str, own: _reduce.Reduction | None) -> _reduce.Reduction | None:
-        """Spool's mapping for the key wins over the log's own reduction, which wins over spool's for all keys."""
-        found = dict(self.reduce).get(key, own) if isinstance(self.reduce, tuple) else own or self.reduce
-        return None if found is not None and found.name == "append" else found
+    def reduction(self, key: str, logged: _reduce.Reduction | None) -> _reduce.Reduction | None:
+        """The reduction of a key: that of spool's mapping, else that of the log, else that of spool for all keys."""
+        how = dict(self.reduce).get(key, logged) if isinstance(self.reduce, tuple) else logged or self.reduce
+        return None if how is not None and how.name == "append" else how
 
     def event(self, frame: Frame, event: Event) -> None:
         """Take the selected keys."""
@@ -67,24 +67,24 @@ class Collect(Handler):
         event = event.owned() if keys else event
         for key in keys:
             reduction = self.reduction(key, event.reductions[key])
-            held = frame.state.get(key)
-            if isinstance(held, Room):
-                held = held.buffer(key, event) if reduction is None else None
-            if held is not None:
-                self._check_same_reduction(held, reduction, key, event)
-                held = held.fitting(event).take(event)
+            state = frame.state.get(key)
+            if isinstance(state, Room):
+                state = state.buffer(key, event) if reduction is None else None
+            if state is not None:
+                self._check_same_reduction(state, reduction, key, event)
+                state = state.fitting(event).take(event)
             elif reduction is not None:
                 self._check_not_stacked(frame, key, reduction, event)
-                held = Fold.empty(reduction, key, event, self.interval or 1).take(event)
+                state = Fold.empty(reduction, key, event, self.interval or 1).take(event)
             elif frame.unbounded:
                 capacity = self._capacity(key, event.site)
-                held = Buffer.empty(capacity, key, event, self.interval or 1).take(event)
-            if held is not None:
-                frame.state = {**frame.state, key: held}
+                state = Buffer.empty(capacity, key, event, self.interval or 1).take(event)
+            if state is not None:
+                frame.state = {**frame.state, key: state}
             else:
                 series = event.series(key)
                 frame.collect({key: series.expanded() if frame.in_python_loop() else series})
-            frame.note(key, event.mask is None)
+            frame.note(key, event.valid is None)
 
     def _capacity(self, key: str, site: str) -> int:
         capacity = dict(self.capacity).get(key) if isinstance(self.capacity, tuple) else self.capacity
@@ -92,11 +92,11 @@ class Collect(Handler):
             raise _errors.unbounded_loop(key, site)
         return capacity
 
-    def _check_same_reduction(self, held: Fold | Buffer, reduction: Any, key: str, event: Event) -> None:
-        before = held.reduction if isinstance(held, Fold) else None
+    def _check_same_reduction(self, state: Fold | Buffer, reduction: Any, key: str, event: Event) -> None:
+        before = state.reduction if isinstance(state, Fold) else None
         before = _reduce.MEAN if before is _reduce.WEIGHTED_MEAN else before
         if before != reduction:
-            site = held.site if isinstance(held, Fold) else held.rows.site
+            site = state.site if isinstance(state, Fold) else state.series.site
             raise _errors.mismatch(key, "reductions", _name(before), str(site), _name(reduction), event.site)
 
     def _check_not_stacked(self, frame: Frame, key: str, reduction: Any, event: Event) -> None:
@@ -106,13 +106,13 @@ class Collect(Handler):
                 site = str(piece[key].site)
                 raise _errors.mismatch(key, "reductions", _name(None), site, _name(reduction), event.site)
 
-    def counts(self, meta: Meta, path: str) -> list[str]:
+    def counts(self, meta: Meta, scope: str) -> list[str]:
         """The keys that are stacked."""
-        own = {path + key: how for key, how in zip(meta.keys, meta.reductions, strict=True)}
-        return [key for key in self.selection.keys(meta, path) if self.reduction(key, own[key]) is None]
+        logged = {scope + key: how for key, how in zip(meta.keys, meta.reductions, strict=True)}
+        return [key for key in self.selection.keys(meta, scope) if self.reduction(key, logged[key]) is None]
 
     def before(self, frame: Frame, find: Callable[[], dict[str, Tally]]) -> None:
-        """With an interval, make room for what loops will keep: the other events are not even stored."""
+        """With an interval, make room for the events that loops keep: the others are not even stored."""
         if self.interval is None:
             return
         for key, tally in find().items():
@@ -124,27 +124,27 @@ class Collect(Handler):
                 note.coming = tally
 
     def after(self, frame: Frame, completed: bool) -> None:
-        """Put away what was kept."""
+        """Move the kept events from the state to the notes."""
         for key, note in frame.notes.items():
             if note.coming is None:
                 continue
-            held, tally, note.coming = frame.state[key], note.coming, None
+            state, tally, note.coming = frame.state[key], note.coming, None
             frame.state = {k: v for k, v in frame.state.items() if k != key}
-            if isinstance(held, Room) or not completed:  # nothing came
+            if isinstance(state, Room) or not completed:  # no event came
                 continue
-            if isinstance(held, Fold):
-                frame.state = {**frame.state, key: held}
+            if isinstance(state, Fold):
+                frame.state = {**frame.state, key: state}
             elif tally.exact and isinstance(note.seen, int):
-                self.check(frame, {key: held.full()})
-                note.kept.append(held.full())
+                self.check(frame, {key: state.full()})
+                note.kept.append(state.full())
                 note.seen += int(tally.count)
             else:
-                self.check(frame, {key: held.rows})
-                note.kept.append(held.finish(certain=False))
-                note.seen = held.seen
+                self.check(frame, {key: state.series})
+                note.kept.append(state.finish(certain=False))
+                note.seen = state.seen
 
     def _thin_out(self, frame: Frame, key: str) -> Any:
-        """Apply the interval to what was stacked of a key."""
+        """Apply the interval to the stacked events of a key."""
         assert self.interval is not None
         note = frame.notes.setdefault(key, Thinned([], 0, None))
         stacked = frame.piece() if frame.pieces else {}
@@ -155,24 +155,24 @@ class Collect(Handler):
         return note
 
     def check(self, frame: Frame, piece: dict[str, Series]) -> None:
-        """Now and not at the end: the result of a long computation must not be lost for its logs."""
+        """Raise now and not at the end, when the result of a long computation would be lost."""
         for key, series in piece.items():
             _series.check_fit_all(frame.models.setdefault(key, {}), series)
 
     def gather(self, pieces: list[dict[str, Series]]) -> dict[str, Series]:
-        """Key by key."""
-        parts: dict[str, list[Series]] = {}
+        """Join the series of each key."""
+        by_key: dict[str, list[Series]] = {}
         for piece in pieces:
             for key, series in piece.items():
-                parts.setdefault(key, []).append(series)
-        return {key: _series.concatenate(found) for key, found in parts.items()}
+                by_key.setdefault(key, []).append(series)
+        return {key: _series.concatenate(parts) for key, parts in by_key.items()}
 
     def unroll(self, piece: dict[str, Series], reverse: bool) -> dict[str, Series]:
-        """Key by key."""
+        """Unroll the series of each key."""
         return {key: _series.unroll(series, reverse) for key, series in piece.items()}
 
     def unify(self, pieces: list[dict[str, Series]]) -> list[Callable[[Any], Any]] | None:
-        """Branches that log alike need nothing; the others are padded, with a mask for what did not happen."""
+        """Pad the series of branches that log differently; `valid` marks the padding."""
         keys = dict.fromkeys(k for p in pieces for k in p)
         if all(_alike(p, pieces[0]) for p in pieces[1:]):
             return None
@@ -184,57 +184,57 @@ class Collect(Handler):
         return [fit] * len(pieces)
 
     def allows(self, frame: Frame, struct: dict[str, Any]) -> bool:
-        """Keys may begin inside, unless there were events of them before that have to be put in front."""
+        """Allow new keys, unless they have earlier events, which must come first."""
         stacked = {key for piece in frame.pieces for key in piece}
         return not any(key not in frame.state and (key in stacked or key in frame.notes) for key in struct)
 
     def extend(self, frame: Frame, struct: dict[str, Any]) -> None:
-        """Keys that are new begin empty, or with what was stacked of them before."""
+        """Start new keys empty, or with their stacked events."""
         state = {}
         stacked = frame.piece() if frame.pieces else {}
         for key, target in struct.items():
-            held = frame.state.get(key)
-            note = frame.notes.pop(key, None) if held is None else None
-            if note is not None:  # a key that was thinned out so far, and is now met in a loop of unknown length
+            before = frame.state.get(key)
+            note = frame.notes.pop(key, None) if before is None else None
+            if note is not None:  # the key was thinned out so far, and is now logged in a loop of unknown length
                 every_event = dataclasses.replace(Buffer.from_struct(target), interval=1)
                 kept = _series.concatenate(note.kept)
-                _series.check_fit(kept, target.rows)
+                _series.check_fit(kept, target.series)
                 buffer = every_event.take_series(kept)
-                # Not of the type of `target`, which need not have the steps of these.
+                # Without the type of `target`, which may lack the steps of the kept events.
                 state[key] = dataclasses.replace(buffer, interval=target.interval, seen=_as_laned(note.seen))
                 if key in stacked:
                     state[key] = state[key].take_series(stacked.pop(key))
-            elif held is None and key in stacked:
+            elif before is None and key in stacked:
                 series = stacked.pop(key)
                 if isinstance(target, Fold):
                     raise _errors.mismatch(
                         key, "reductions", _name(None), str(series.site), _name(target.reduction), str(target.site)
                     )
-                _series.check_fit(series, target.rows)
+                _series.check_fit(series, target.series)
                 state[key] = Buffer.from_struct(target).take_series(series)
-            elif held is None:
+            elif before is None:
                 state[key] = type(target).from_struct(target)
             else:
-                state[key] = held.conform(target)
+                state[key] = before.conform(target)
         frame.state, frame.pieces = state, [stacked] if stacked else []
 
     def split_state(self, state: dict[str, Any], keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
-        """By key."""
+        """Split by key."""
         inside = {k: v for k, v in state.items() if k in keys}
         return inside, lambda part: {**state, **part}
 
     def for_rules(self) -> Handler:
-        """Consumed, or left to others without a word to the console."""
+        """Drop logs, or leave them to others but not to the console."""
         return _interpret.MarkSeen() if self.keep_logs else _interpret.Drop()
 
 
 @dataclasses.dataclass
 class Thinned:
-    """What an interval has kept of a key at the outermost level."""
+    """The events of a key that an interval has kept at the outermost level."""
 
     kept: list[Series]
-    seen: int | Laned  # how many events there were; a plain number as long as it is known beforehand
-    coming: Tally | None  # what is being run
+    seen: int | Laned  # how many events there were; a plain integer while it is known
+    coming: Tally | None  # the events of what is running now
 
 
 def _as_laned(seen: int | Laned) -> Laned:
@@ -252,20 +252,20 @@ def _alike(a: dict[str, Series], b: dict[str, Series]) -> bool:
 
 
 def finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
-    """What a frame has collected, as users see it."""
-    found: dict[str, Series] = dict(frame.piece() if frame.pieces else {})
+    """The logs that a frame has collected, as users see them."""
+    series: dict[str, Series] = dict(frame.piece() if frame.pieces else {})
     if handler.interval is not None:
-        for key in [*found, *frame.notes]:
+        for key in [*series, *frame.notes]:
             note = handler._thin_out(frame, key)
-            found[key] = _series.concatenate(note.kept)
+            series[key] = _series.concatenate(note.kept)
     reduced, dropped = set(), {}
-    for key, held in frame.state.items():
-        found[key] = held.finish(frame.keys.get(key, False))
-        if isinstance(held, Fold):
+    for key, state in frame.state.items():
+        series[key] = state.finish(frame.keys.get(key, False))
+        if isinstance(state, Fold):
             reduced.add(prefix + key)
         else:
-            dropped[prefix + key] = held.dropped()
-    ordered = [dataclasses.replace(found[k], key=prefix + k if prefix else k) for k in frame.keys if k in found]
+            dropped[prefix + key] = state.dropped()
+    ordered = [dataclasses.replace(series[k], key=prefix + k if prefix else k) for k in frame.keys if k in series]
     logs = logdict.from_series(ordered, reduced)
     logs.dropped = dropped
     return logs
@@ -292,8 +292,8 @@ def spool(
     >>> print(z, logs)
     12 {'x': 3, 'y': 4}
 
-    A key logged once, outside loops, is the value itself; any other gets a leading axis of events, in the order in
-    which they happened. Inside `fun` nothing is printed.
+    A key that is logged once, outside of loops, is the value itself; any other has a leading axis of events, in the
+    order in which they happened. Nothing is printed inside `fun`.
 
     Args:
         fun: Any function of JAX arrays, jitted or not.
@@ -306,7 +306,7 @@ def spool(
             of them. `"append"` stacks, which is the default.
         prefix: Put in front of every key.
         capacity: Room for that many events of each key that is logged inside `while_loop`, whose length is unknown.
-        unify: Branches that log differently are always united; for programs that ask for it.
+        unify: Accepted for compatibility: branches that log differently are always united.
 
     Returns:
         A function with the signature of `fun` that returns `(result, logs)`.
@@ -332,7 +332,7 @@ def spool(
 
 
 def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Callable[P, tuple[R, logdict]]:
-    """`spool` with options that have been looked at."""
+    """`spool` with checked options."""
 
     def collect(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
         out, frame = _interpret.run_function(handler, fun, args, kwargs)
@@ -343,7 +343,7 @@ def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Calla
     def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:
         out, logs = _call.call(fun, (handler, prefix), collect, args, kwargs)
         if (logs.valid or logs.dropped) and not _is_traced(logs):
-            if logs.dropped:  # a warning is due at once, which has to wait for the values
+            if logs.dropped:  # there may be a warning, which must not be delayed but needs the values
                 warn_of_dropped(logs)
                 return out, logs.without_empty_slots()
             logs = logs.compacted_when_looked_at()

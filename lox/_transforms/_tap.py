@@ -1,4 +1,4 @@
-"""`lox.tap`: logs to a callback, while the program runs."""
+"""`lox.tap`: stream logs to a callback while the program runs."""
 
 import dataclasses
 import functools
@@ -53,12 +53,12 @@ class HostFunction:
         self.callback = callback
 
     def __call__(self, argument: Any) -> int | None:
-        """Call it."""
+        """Call the callback."""
         self.callback(argument)
 
 
 class Delivery(HostFunction):
-    """Delivers every event to the callback as it comes."""
+    """Delivers every event to the callback as it arrives."""
 
     ordered = True  # for `emit`
 
@@ -67,17 +67,17 @@ class Delivery(HostFunction):
         return self.take(_only_due(logs), token)
 
     def take(self, logs: logdict, token: int, at_once: bool = False) -> int | None:
-        """Pass them on."""
+        """Pass the events on."""
         del token, at_once
         if logs:
             self.callback(logs)
         return None
 
 
-# Keys of lox's own, which no user's key looks like.
+# Internal keys, which differ from all keys of users.
 _DUE = "\0due"  # travels with an event under `interval`: which of its keys are due
-_FLUSH = "\0flush"  # an event that is none: deliver what is buffered
-_BEGIN = "\0begin"  # another: begin with an empty buffer, whose number becomes the token
+_FLUSH = "\0flush"  # a signal: deliver what is buffered
+_BEGIN = "\0begin"  # a signal: begin with an empty buffer, whose number becomes the token
 
 
 def _signal(key: str) -> Event:
@@ -93,17 +93,17 @@ class Pending:
         self.counts: Counter[str] = Counter()
 
     def add(self, logs: logdict) -> None:
-        """Events of one call more."""
+        """Add the events of a call."""
         self.events.append(logs)
         self.counts.update(logs.event_counts())
 
     def would_exceed(self, logs: logdict, size: int) -> bool:
-        """Whether there would be more than so many of any key."""
+        """Whether any key would have more than `size` events."""
         return any(self.counts[key] + n > size for key, n in logs.event_counts().items())
 
 
 def _that_fit(events: list[logdict]) -> Iterator[list[logdict]]:
-    """The events in order, in as few parts as possible: of each key, those of one part fit into one array."""
+    """Split events, in order, into as few parts as possible such that the events of a key in a part fit together."""
     part: list[logdict] = []
     models: dict[str, dict[Any, Series]] = {}
 
@@ -126,9 +126,9 @@ def _that_fit(events: list[logdict]) -> Iterator[list[logdict]]:
 class BufferedDelivery(Delivery):
     """Calls the user's callback once for several events: up to `size` of each key.
 
-    Every execution of a program has a buffer of its own, whose number is its token: a compiled program may run several
-    times at once. Events of several devices come in no order, so that it cannot be known which is the last: those are
-    not held back.
+    Every execution of a program has its own buffer, whose number is the token: a compiled program may run several times
+    at once. Events of several devices are unordered, so that nobody knows which is the last: those are delivered
+    immediately.
     """
 
     def __init__(self, callback: Callback, size: int):
@@ -138,7 +138,7 @@ class BufferedDelivery(Delivery):
         self.pending: dict[int, Pending] = {}
 
     def take(self, logs: logdict, token: int, at_once: bool = False) -> int | None:
-        """Keep them, and pass on what there is if it is enough."""
+        """Keep the events, and pass them on if there are enough."""
         if _BEGIN in logs:
             number = next(self.numbers)
             self.pending[number] = Pending()
@@ -146,7 +146,7 @@ class BufferedDelivery(Delivery):
         if token < 0:
             self._send(Pending(), logs)
             return None
-        pending = self.pending.pop(token, None) or Pending()  # gone for good if the callback raises
+        pending = self.pending.pop(token, None) or Pending()  # they stay removed if the callback raises
         if _FLUSH in logs:
             self._send(pending)
             return None
@@ -174,7 +174,7 @@ class BufferedDelivery(Delivery):
 
 @dataclasses.dataclass(frozen=True)
 class AtOnce:
-    """Delivers without delay if there is something of these keys, whose events stand for several already."""
+    """Delivers immediately if there are events of these keys, each of which already stands for several."""
 
     delivery: Delivery
     keys: frozenset[str]
@@ -190,11 +190,11 @@ class AtOnce:
 class Stream(Handler):
     """Emits events as they happen, or once at the end for keys that are reduced.
 
-    With `buffer`, loops are split into blocks of iterations with at most so many events of any key. `collect` takes
-    the events of a block, which leave in one call. Events outside of loops still leave one by one, to be put together
-    on the host; those of keys that are reduced are combined on the device, and leave when there are enough of them.
+    With `buffer`, loops are split into blocks of iterations with at most that many events of any key. `collect` takes
+    the events of a block, which leave in one call. Events outside of loops still leave one by one, and are joined on
+    the host; those of reduced keys are combined on the device, and leave when there are enough of them.
 
-    The state is the token that keeps emissions in order, and by key the reductions and the counters of `interval`.
+    The state is the token that keeps emissions in order, and for each key its reduction and its counter for `interval`.
     """
 
     collect: Collect
@@ -202,23 +202,23 @@ class Stream(Handler):
     prefix: str
     buffer: int | None
 
-    waits: ClassVar[bool] = True  # whether a call returns only when the last callback has
+    waits: ClassVar[bool] = True  # whether a call returns only after the last callback
 
     @property
     def names(self) -> Names | None:
-        """Those of the options."""
+        """The names in the options."""
         return self.collect.names
 
-    def wants(self, meta: Meta, path: str) -> bool:
-        """All of them: those not selected still flow on."""
+    def wants(self, meta: Meta, scope: str) -> bool:
+        """Want all logs, since even those not selected flow on."""
         return True
 
     def initial_state(self) -> dict[str, Any]:
-        """The token before the first event, and nothing counted or reduced yet."""
+        """The token before the first event; nothing is counted or reduced yet."""
         token = _emit.new_token()
         if self.buffer:
             token = _emit.emit(self.deliver, _signal(_BEGIN), token)
-        return {"token": token, "held": {}, "counts": {}}
+        return {"token": token, "folds": {}, "counts": {}}
 
     def event(self, frame: Frame, event: Event) -> None:
         """Emit or reduce the selected keys, and let all flow on."""
@@ -226,12 +226,12 @@ class Stream(Handler):
         selected = self.collect.selection.keys(event)
         reduced = [k for k in selected if self.collect.reduction(k, event.reductions[k]) is not None]
         if reduced:
-            inner = Frame(self._fold, frame.state["held"], frame.unbounded)
+            inner = Frame(self._fold, frame.state["folds"], frame.unbounded)
             self._fold.event(inner, event.only(reduced))
-            frame.state = {**frame.state, "held": inner.state}
+            frame.state = {**frame.state, "folds": inner.state}
             if self.buffer:
                 enough = self.take_reduced(frame, dict.fromkeys(reduced, self.buffer))
-                self.emit_block(frame, [], enough, conditional=self.buffer > 1)
+                self.emit_all(frame, [], enough, conditional=self.buffer > 1)
         direct = [k for k in selected if k not in reduced]
         interval = self.collect.interval
         if direct and interval is None:
@@ -239,7 +239,7 @@ class Stream(Handler):
         elif direct and interval is not None:
             self._emit_if_due(frame, event.only(direct), interval)
         for key in selected:
-            frame.note(key, event.mask is None)
+            frame.note(key, event.valid is None)
         bind(original.replace(seen=True))
 
     @functools.cached_property
@@ -250,17 +250,17 @@ class Stream(Handler):
         def emit(keys: list[str], token: Any) -> Any:
             return _emit.emit(self.deliver, self.leaving(frame, event.only(keys)), token)
 
-        shared = [*event.steps.values(), event.mask]
+        shared = [*event.steps.values(), event.valid]
         token = _emit.once(emit, {k: [*x, *shared] for k, x in event.values.items()}, frame.alike, frame.state["token"])
         frame.state = {**frame.state, "token": token}
 
     def leaving(self, frame: Frame, event: Event) -> Event:
-        """An event as it leaves for the host."""
+        """The event to send to the host."""
         del frame
         return event
 
     def series_leaving(self, frame: Frame, series: Series) -> Series:
-        """Several events of a key as they leave for the host."""
+        """The series to send to the host."""
         del frame
         return series
 
@@ -273,8 +273,8 @@ class Stream(Handler):
 
         def emit(keys: list[str], token: Any) -> Any:
             due_now = [due[k] for k in keys]
-            mask = event.mask or Laned(jnp.ones((), bool))
-            lanes = _lanes.union(*[_lanes.lanes_of(x) for x in [mask, *due_now]])
+            valid = event.valid or Laned(jnp.ones((), bool))
+            lanes = _lanes.union(*[_lanes.lanes_of(x) for x in [valid, *due_now]])
             assert lanes is not None  # the counters have taken the event
             any_due = functools.reduce(operator.or_, [_lanes.widen(x, lanes).tree for x in due_now])
             leaving = event.only(keys).prefixed(self.prefix)
@@ -282,16 +282,16 @@ class Stream(Handler):
                 values={**leaving.values, _DUE: due_now},
                 treedefs={**leaving.treedefs, _DUE: jax.tree.structure([0] * len(due_now))},
                 reductions={**leaving.reductions, _DUE: None},
-                mask=Laned(_lanes.widen(mask, lanes).tree & any_due, lanes.flags),
+                valid=Laned(_lanes.widen(valid, lanes).tree & any_due, lanes.flags),
             )
             return _emit.emit(self.deliver, self.leaving(frame, leaving), token, conditional=True)
 
-        shared = [*event.steps.values(), event.mask]
+        shared = [*event.steps.values(), event.valid]
         parts = {k: [*x, *shared, due[k]] for k, x in event.values.items()}
         token = _emit.once(emit, parts, frame.alike, frame.state["token"])
         frame.state = {**frame.state, "token": token, "counts": counts}
 
-    # --- blocks of events ---
+    # --- blocks of iterations ---
 
     def split(self, frame: Frame, jaxprs: Iterable[Any]) -> "Blocks | None":
         """How to split a loop whose iterations run these jaxprs; None if it cannot be split."""
@@ -300,16 +300,16 @@ class Stream(Handler):
         total: dict[str, Tally] = {}
         stacked: set[str] = set()
         for jaxpr in jaxprs:
-            for key, found in _interpret.tally(jaxpr, frame.inside, self.collect.selection.keys).items():
-                total[key] = total.get(key, Tally()) + found
-            stacked.update(_interpret.tally(jaxpr, frame.inside, self.collect.counts))
+            for key, tally in _interpret.tally(jaxpr, frame.eqn_scope, self.collect.selection.keys).items():
+                total[key] = total.get(key, Tally()) + tally
+            stacked.update(_interpret.tally(jaxpr, frame.eqn_scope, self.collect.counts))
         most = max((t.count for t in total.values()), default=0)
         if not most or most == math.inf:
             return None
         interval = self.collect.interval or 1
         iterations = int(self.buffer * interval // most)
         if iterations > interval:
-            iterations -= iterations % interval  # so that every block begins with an event that is kept
+            iterations -= iterations % interval  # so that every block begins with an event to keep
         if iterations < 2:
             return None
         counts = {key: int(t.count) for key, t in total.items()}
@@ -320,8 +320,8 @@ class Stream(Handler):
             {key: n for key, n in counts.items() if key not in stacked},
         )
 
-    def emit_block(self, frame: Frame, stacked: list[Series], reduced: list[Series], conditional: bool = False) -> None:
-        """Emit several events of each key in one call; those that stand for several already leave at once."""
+    def emit_all(self, frame: Frame, stacked: list[Series], reduced: list[Series], conditional: bool = False) -> None:
+        """Emit several events of each key in one call; it is not delayed if there are reduced keys."""
         if stacked or reduced:
             order = {key: n for n, key in enumerate(frame.keys)}
             series = {s.key: s for s in sorted([*stacked, *reduced], key=lambda s: order.get(s.key, len(order)))}
@@ -329,63 +329,62 @@ class Stream(Handler):
 
             def emit(keys: list[str], token: Any) -> Any:
                 named = [self.series_leaving(frame, dataclasses.replace(series[k], key=self.prefix + k)) for k in keys]
-                return _emit.emit_block(deliver, named, token, conditional and not stacked)
+                return _emit.emit_series(deliver, named, token, conditional and not stacked)
 
             frame.state = {**frame.state, "token": _emit.once(emit, series, frame.alike, frame.state["token"])}
 
     def take_reduced(self, frame: Frame, at: dict[str, int]) -> list[Series]:
-        """The reductions of these keys, if they are of at least so many events; they begin anew."""
-        held, series = dict(frame.state["held"]), []
+        """Take the reductions of these keys that have at least that many events, and restart them."""
+        folds, series = dict(frame.state["folds"]), []
         interval = self.collect.interval or 1
         for key, number in at.items():
-            fold = held.get(key)
+            fold = folds.get(key)
             if fold is None:
                 continue
             result, enough = fold.finish(certain=False), None
             if number > 1:
-                # Lanes leave together, or there would be a call for each.
+                # All lanes leave together, or there would be a call for each.
                 enough = jnp.max(fold.count.tree) > (number - 1) * interval
                 assert result.valid is not None
                 result = dataclasses.replace(result, valid=result.valid.map(lambda v, e=enough: v & e))
             series.append(result)
-            held[key] = fold.restarted(enough)
-        frame.state = {**frame.state, "held": held}
+            folds[key] = fold.restarted(enough)
+        frame.state = {**frame.state, "folds": folds}
         return series
 
     def allows(self, frame: Frame, struct: dict[str, Any]) -> bool:
-        """Nothing is stacked outside of blocks."""
+        """Allow new keys, since nothing is stacked outside of blocks."""
         return True
 
     def extend(self, frame: Frame, struct: dict[str, Any]) -> None:
-        """The token does not change its type; the rest is as for `spool`."""
-        for part in ("held", "counts"):
+        """Extend reductions and counters as `spool` does; the token does not change its type."""
+        for part in ("folds", "counts"):
             inner = Frame(self.collect, frame.state[part])
             self.collect.extend(inner, struct[part])
             frame.state = {**frame.state, part: inner.state}
 
     def split_state(self, state: dict[str, Any], keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
-        """By key; the token always takes part."""
-        held, rejoin_held = self.collect.split_state(state["held"], keys)
+        """Split by key; the token always takes part."""
+        folds, rejoin_folds = self.collect.split_state(state["folds"], keys)
         counts, rejoin_counts = self.collect.split_state(state["counts"], keys)
 
         def rejoin(part: dict[str, Any]) -> dict[str, Any]:
-            return {**part, "held": rejoin_held(part["held"]), "counts": rejoin_counts(part["counts"])}
+            return {**part, "folds": rejoin_folds(part["folds"]), "counts": rejoin_counts(part["counts"])}
 
-        return {**state, "held": held, "counts": counts}, rejoin
+        return {**state, "folds": folds, "counts": counts}, rejoin
 
     def for_rules(self) -> Handler:
-        """Only events of the primal are streamed."""
+        """Stream only events of the primal."""
         return _interpret.MarkSeen()
 
     def finish(self, frame: Frame) -> Any:
         """Emit what was reduced; returns the last token."""
         if self.buffer:
-            self.emit_block(frame, [], self.take_reduced(frame, dict.fromkeys(frame.state["held"], 1)))
+            self.emit_all(frame, [], self.take_reduced(frame, dict.fromkeys(frame.state["folds"], 1)))
             self._emit(frame, _signal(_FLUSH))
             return frame.state["token"]
-        for key in [k for k in frame.keys if k in frame.state["held"]]:
-            held = frame.state["held"][key]
-            series = held.finish(frame.keys.get(key, False))
+        for key in [k for k in frame.keys if k in frame.state["folds"]]:
+            series = frame.state["folds"][key].finish(frame.keys.get(key, False))
             self._emit(frame, Event.from_series(series).prefixed(self.prefix))
         return frame.state["token"]
 
@@ -400,9 +399,9 @@ class Blocks:
     reduced: dict[str, int]
 
     def run(self, frame: Frame, bounded: bool, execute: Callable[[Frame], Any], room_for: int | None = None) -> Any:
-        """Run as many iterations as fit, `execute(frame)`, and emit their events in one call; then as `flush`."""
+        """Run as many iterations as fit by `execute(frame)`, emit their events in one call, then flush."""
         interval = self.stream.collect.interval
-        inner = Frame(self.stream.collect, frame.state["held"], path=frame.inside)
+        inner = Frame(self.stream.collect, frame.state["folds"], scope=frame.eqn_scope)
         if interval is not None or not bounded:
             rooms = {}
             for key, count in self.stacked.items():
@@ -410,22 +409,22 @@ class Blocks:
                 rooms[key] = Room.within(count * self.iterations, interval or 1, seen, None)
             inner.state = {**inner.state, **rooms}
         out = execute(inner)
-        found, held, counts = dict(inner.piece() if inner.pieces else {}), {}, dict(frame.state["counts"])
+        series, folds, counts = dict(inner.piece() if inner.pieces else {}), {}, dict(frame.state["counts"])
         for key, state in inner.state.items():
             if isinstance(state, Fold):
-                held[key] = state
+                folds[key] = state
             elif isinstance(state, Buffer):
-                found[key] = state.finish(certain=False)
+                series[key] = state.finish(certain=False)
                 if interval is not None:
-                    counts[key] = Tick(state.seen, state.rows.site)
+                    counts[key] = Tick(state.seen, state.series.site)
         for key, certain in inner.keys.items():
             frame.note(key, certain)
-        frame.state = {**frame.state, "held": held, "counts": counts}
-        self._emit(frame, [found[key] for key in inner.keys if key in found], room_for)
+        frame.state = {**frame.state, "folds": folds, "counts": counts}
+        self._emit(frame, [series[key] for key in inner.keys if key in series], room_for)
         return out
 
     def flush(self, frame: Frame, room_for: int | None = None) -> None:
-        """Emit what the loop's keys have been reduced to: all of it, or what makes room for that many iterations."""
+        """Emit the reductions of the loop's keys: all of them, or those that leave no room for that many iterations."""
         self._emit(frame, [], room_for)
 
     def _emit(self, frame: Frame, stacked: list[Series], room_for: int | None) -> None:
@@ -435,7 +434,7 @@ class Blocks:
             for key, count in self.reduced.items():
                 at[key] = max(buffer - max(-(-count * room_for // interval), 1) + 1, 1)
         reduced = self.stream.take_reduced(frame, at)
-        self.stream.emit_block(frame, stacked, reduced, conditional=max(at.values(), default=1) > 1)
+        self.stream.emit_all(frame, stacked, reduced, conditional=max(at.values(), default=1) > 1)
 
 
 def tap(
@@ -464,11 +463,11 @@ def tap(
     Logging: {'carry': 3}
 
     Every event reaches the callback once, in program order, as a `logdict` of NumPy arrays that it may keep; all lanes
-    of a `vmap` come in one call. The logs flow on: an outer `spool` or `tap` sees them too.
+    of a `vmap` come in one call. The logs flow on to an outer `spool` or `tap`.
 
     Args:
         fun: Any function of JAX arrays, jitted or not.
-        callback: Called on the host. What it raises aborts the call. It must not call JAX. By default, the event is
+        callback: Called on the host. If it raises, the call is aborted. It must not call JAX. By default, the event is
             printed with its steps: `{'loss': 0.5} step=3`.
         argnames: Stream these keys only; globs such as `"train/*"` are allowed.
         tags: Stream logs with one of these tags only.
@@ -476,9 +475,9 @@ def tap(
         interval: Stream events 0, k, 2k, ... of each key.
         reduce: Combine the events of each key while the program runs, and call once when the function ends; with
             `buffer`, combine those of each call.
-        buffer: Call once for up to that many events: the keys then have an event axis. What is left over comes when
-            the function ends. Events of a key that do not fit into one array come in calls of their own, unless they
-            are of one iteration of a loop: then they are an error.
+        buffer: Call once for up to that many events; the keys then have an event axis. The rest comes when the function
+            ends. Events of a key that do not fit into one array come in separate calls, but it is an error if they are
+            from the same iteration of a loop.
 
     Returns:
         A function with the signature and result of `fun`.
@@ -507,7 +506,7 @@ def streaming(
 ) -> Callable[..., Any]:
     """How `tap` with these options calls a function: `(fun, args, kwargs, **given)`.
 
-    What is `given` becomes part of the state of the handler, whose class is `kind`.
+    `given` becomes part of the state of the handler, whose class is `kind`.
     """
     if not callable(callback):
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of a logdict.")
@@ -530,7 +529,7 @@ def streaming(
 
 
 def finished(call: Callable[[], tuple[Any, Any]], wait: bool = True) -> Any:
-    """The result of `call()`, which also returns the last token; what a callback has raised is raised as it was."""
+    """The result of `call()`, which also returns the last token; raises the exception of a callback unchanged."""
     try:
         if not wait or _compat.is_evaluating():
             out, token = call()
@@ -538,7 +537,7 @@ def finished(call: Callable[[], tuple[Any, Any]], wait: bool = True) -> Any:
             with _interpret.failing_at_once():
                 out, token = call()
         if wait and not isinstance(token, _compat.Tracer):
-            jax.block_until_ready(token)  # the token is there once the last callback has returned
+            jax.block_until_ready(token)  # it is ready once the last callback has returned
     except Exception as raised:
         error = _emit.error_behind(raised)
         if error is None:
@@ -549,10 +548,10 @@ def finished(call: Callable[[], tuple[Any, Any]], wait: bool = True) -> Any:
 
 
 class _Identity:
-    """A callback as a key: two callbacks that are equal are still two."""
+    """A callback as a key of a cache, compared by identity."""
 
     def __init__(self, callback: Callback):
-        # A bound method is made anew whenever it is looked up.
+        # Every access to a bound method makes a new object.
         method = isinstance(callback, types.MethodType)
         self.parts = (callback.__self__, callback.__func__) if method else (callback, None)
 
@@ -563,14 +562,14 @@ class _Identity:
         return hash(tuple(map(id, self.parts)))
 
 
-# One for each callback, so that a function tapped anew for every call is the same function to JAX's caches.
+# One for each callback, so that JAX's caches recognise a function that is tapped again for every call.
 _host_functions: Any = weakref.WeakValueDictionary()
 
 
 def one_for(callback: Callable[[Any], Any], kind: type[_Kind], *options: Any) -> _Kind:
     """The host function of this kind for a callback."""
     key = (kind, _Identity(callback), *options)
-    found = _host_functions.get(key)
-    if found is None:
-        found = _host_functions[key] = kind(callback, *options)
-    return found
+    function = _host_functions.get(key)
+    if function is None:
+        function = _host_functions[key] = kind(callback, *options)
+    return function

@@ -1,7 +1,7 @@
 """`lox.watch`: the first NaN or infinity.
 
-A flag travels with the program and says whether one has been found. As long as it has not, every event is checked on
-the device; the host is called once, for the first that fails.
+A flag in the state says whether an event has failed. Until then every event is checked on the device; the host is
+called once, for the first that fails.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from lox._transforms._tap import HostFunction, finished, one_for
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Describes the event and hands it on; on the host."""
+    """Describes the failed event and passes it on, on the host."""
 
     deliver: Callable[[Any], Any]
     site: str
@@ -43,28 +43,28 @@ class Report:
         for key in logs:
             layout = logs._layout(key)
             leaves, _ = jax.tree_util.tree_flatten_with_path(logs[key])
-            for (path, leaf), flags in zip(leaves, layout.flags, strict=True):
+            for (tree_path, leaf), flags in zip(leaves, layout.flags, strict=True):
                 value = leaf[_index(flags, lane)]
                 if jnp.issubdtype(value.dtype, np.inexact) and not np.isfinite(value.astype(_wide(value.dtype))).all():
-                    flags_of = dict(layout.step_flags)
+                    step_flags = dict(layout.step_flags)
                     steps = {
-                        name: of[key][_index(flags_of.get(name, ()), lane)].item()
-                        for name, of in logs.steps.items()
-                        if key in of
+                        name: by_key[key][_index(step_flags.get(name, ()), lane)].item()
+                        for name, by_key in logs.steps.items()
+                        if key in by_key
                     }
-                    where = jax.tree_util.keystr(path)
-                    self.deliver(NonFiniteError(key, where, value, steps, lane, self.site))
+                    leaf_name = jax.tree_util.keystr(tree_path)
+                    self.deliver(NonFiniteError(key, leaf_name, value, steps, lane, self.site))
                     return
 
 
 def _first_lane(logs: logdict) -> tuple[int, ...]:
-    """The first lane in which something is wrong, outermost vmap first; there may be no lanes at all."""
+    """The first lane that failed, outermost vmap first; empty if there are no lanes."""
     valid = next(iter(logs.valid.values()), None)
     if valid is None:
         return ()
     flags = logs._layout(next(iter(logs))).valid_flags
-    found = iter(np.argwhere(valid)[0])
-    return tuple(int(next(found)) if flag else 0 for flag in flags)
+    index = iter(np.argwhere(valid)[0])
+    return tuple(int(next(index)) if flag else 0 for flag in flags)
 
 
 def _index(flags: Any, lane: tuple[int, ...]) -> tuple[int, ...]:
@@ -84,11 +84,11 @@ class Watch(Handler):
 
     @property
     def names(self) -> Names | None:
-        """The selection."""
+        """The names of the selection."""
         return Names.of(self.selection)
 
-    def wants(self, meta: Meta, path: str) -> bool:
-        """All of them: they flow on."""
+    def wants(self, meta: Meta, scope: str) -> bool:
+        """Want all logs, since they flow on."""
         return True
 
     def initial_state(self) -> dict[str, Any]:
@@ -96,44 +96,45 @@ class Watch(Handler):
         return {"token": _emit.new_token(), "failed": Laned(jnp.zeros((), bool))}
 
     def event(self, frame: Frame, event: Event) -> None:
-        """Check the selected keys, and let the event flow on as it is."""
+        """Check the selected keys, and let the event flow on unchanged."""
         named = event.in_scope()
         selected = self.selection.keys(named)
         bad = [_not_finite(x) for key in selected for x in named.values[key] if _can_fail(x.tree.dtype)]
         if bad:
-            mask = [] if event.mask is None else [event.mask]
-            lanes = _lanes.union(*map(_lanes.lanes_of, [*bad, *mask]))
-            assert lanes is not None  # all of one event
+            valid = [] if event.valid is None else [event.valid]
+            lanes = _lanes.union(*map(_lanes.lanes_of, [*bad, *valid]))
+            assert lanes is not None  # all belong to one event
             fails = functools.reduce(jnp.logical_or, [_lanes.widen(x, lanes).tree for x in bad])
-            for x in mask:
+            for x in valid:
                 fails &= _lanes.widen(x, lanes).tree
             failed = jnp.any(frame.state["failed"].tree)
-            named = named.only(selected).replace(mask=Laned(fails & ~failed, lanes.flags))
+            named = named.only(selected).replace(valid=Laned(fails & ~failed, lanes.flags))
 
             def report(_: Any, token: Any) -> Any:
                 return _emit.emit(Report(self.deliver, event.site), named, token, conditional=True)
 
-            token = _emit.once(report, {"": [named.values, named.steps, named.mask]}, frame.alike, frame.state["token"])
+            parts = {"": [named.values, named.steps, named.valid]}
+            token = _emit.once(report, parts, frame.alike, frame.state["token"])
             frame.state = {"token": token, "failed": Laned(failed | jnp.any(fails))}
         bind(event)
 
     def allows(self, frame: Frame, struct: Any) -> bool:
-        """The flag may come to vary over devices."""
+        """Allow it: the flag may begin to vary over devices."""
         return True
 
     def extend(self, frame: Frame, struct: Any) -> None:
-        """Give the flag its type: inside shard_map it may vary over devices."""
+        """Change the type of the flag, which may vary over devices inside shard_map."""
         target = struct["failed"]
         failed = Laned(typed_like(jnp.any(frame.state["failed"].tree), target.tree), target.flags)
         frame.state = {**frame.state, "failed": failed}
 
     def for_rules(self) -> Handler:
-        """Only events of the primal are checked."""
+        """Check only events of the primal."""
         return Untouched()
 
 
 class Untouched(_interpret.MarkSeen):
-    """Lets every log flow on as it is."""
+    """Lets every log flow on unchanged."""
 
     def event(self, frame: Frame, event: Event) -> None:
         """Bind it again."""
@@ -172,12 +173,12 @@ def watch(
     'x' is inf at step=5.
       logged at ...
 
-    All that is added to the program is a check of each value on the device; the host is called only when one fails.
-    The logs flow on as if nothing were around: to a `spool` or `tap` outside, or else to the console.
+    It only adds a check of each value to the program, on the device; the host is called only when one fails. The logs
+    flow on as without it: to an outer `spool` or `tap`, or else to the console.
 
     Args:
         fun: Any function of JAX arrays, jitted or not.
-        callback: Called on the host with the error, once in a call of the function, which then goes on. By default the
+        callback: Called on the host with the error, once per call of the function, which then continues. By default the
             error is raised. It must not call JAX.
         argnames: Watch these keys only; globs such as `"train/*"` are allowed.
         tags: Watch logs with one of these tags only.
@@ -186,7 +187,7 @@ def watch(
         A function with the signature and result of `fun`.
 
     Raises:
-        NonFiniteError: At the call: which key, at which steps, in which lane, logged where.
+        NonFiniteError: At the call; it says which key, at which steps, in which lane, and where it was logged.
     """
     if callback is not None and not callable(callback):
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of an error.")
