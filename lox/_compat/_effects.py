@@ -54,9 +54,9 @@ def forget_failed_effects(text: str) -> None:
     JAX keeps it, and would raise it again for everyone who waits for effects until the process ends.
     """
     for tokens in (_runtime_tokens.current_tokens, _runtime_tokens.output_runtime_tokens):
-        for key, token in list(tokens.items()):
+        for holder, token in list(tokens.items()):
             try:
                 token.block_until_ready()
             except jax.errors.JaxRuntimeError as error:
                 if text in str(error):
-                    tokens.pop(key, None)  # our token may already be gone
+                    tokens.pop(holder, None)  # our token may already be gone

@@ -68,7 +68,7 @@ def concatenate(arrays: list[Any], axis: int = 0) -> Any:
     return jnp.concatenate(_compat.on_mesh_of(arrays, arrays), axis)
 
 
-def slice_rows(x: Any, start: int, stop: int | None = None, step: int = 1) -> Any:
+def slice_events(x: Any, start: int, stop: int | None = None, step: int = 1) -> Any:
     """`x[start:stop:step]` of a JAX array. Not by indexing: in JAX 0.7 that is a gather, which fails for PRNG keys."""
     size = x.shape[0]
     return jax.lax.slice_in_dim(x, min(start, size), size if stop is None else stop, step)

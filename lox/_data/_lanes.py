@@ -88,6 +88,11 @@ class Laned:
         return tuple(self.tree.shape[lead + self.ndim :])
 
 
+def is_laned(x: Any) -> bool:
+    """Whether to stop here when mapping over the `Laned` of a tree."""
+    return isinstance(x, Laned)
+
+
 class Lanes(NamedTuple):
     """Flags together with the size of each lane axis (0 where the flag is off), and how it is explicitly sharded."""
 
@@ -220,9 +225,9 @@ def map_laned(fun: Callable[[Laned, int], Any], tree: Any, other: Callable[[Any]
         if not hasattr(node, "lead"):
             return other(node)
         lead = node.lead
-        return jax.tree.map(lambda x: fun(x, lead), node, is_leaf=lambda x: isinstance(x, Laned))
+        return jax.tree.map(lambda x: fun(x, lead), node, is_leaf=is_laned)
 
-    return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, Laned) or hasattr(x, "lead"))
+    return jax.tree.map(visit, tree, is_leaf=lambda x: is_laned(x) or hasattr(x, "lead"))
 
 
 def pick(x: Laned, index: tuple[int, ...]) -> Any:

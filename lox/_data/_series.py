@@ -16,7 +16,7 @@ import numpy as np
 
 from lox import _compat, _errors
 from lox._data import _arrays, _lanes
-from lox._data._arrays import missing_step, numpy_for, promote, slice_rows, zeros
+from lox._data._arrays import missing_step, numpy_for, promote, slice_events, zeros
 from lox._data._lanes import Laned, Lanes
 
 
@@ -66,9 +66,8 @@ class Series:
 
     def even(self) -> "Series":
         """The same series with flags for the same vmaps and devices in all arrays."""
-        is_laned = lambda x: isinstance(x, Laned)  # noqa: E731
-        depth = max(len(x.flags) for x in jax.tree.leaves(self, is_leaf=is_laned))
-        return jax.tree.map(lambda x: Laned(x.tree, _lanes.with_depth(x.flags, depth)), self, is_leaf=is_laned)
+        depth = max(map(len, _flags(self)))
+        return jax.tree.map(lambda x: Laned(x.tree, _lanes.with_depth(x.flags, depth)), self, is_leaf=_lanes.is_laned)
 
     def expanded(self, axis: int = 0) -> "Series":
         """The same series with an event axis."""
@@ -106,7 +105,7 @@ def check_fit_all(models: dict[Any, Series], series: Series, lead: int | None = 
 
 
 def _flags(series: Series) -> list[_lanes.Flags]:
-    return [x.flags for x in jax.tree.leaves(series, is_leaf=lambda x: isinstance(x, Laned))]
+    return [x.flags for x in jax.tree.leaves(series, is_leaf=_lanes.is_laned)]
 
 
 def _lanes_known(series: Series) -> int:
@@ -193,7 +192,7 @@ def every(series: Series, interval: int, seen: int | Laned) -> tuple[Series, int
         if series.single and not seen % interval:
             return series, seen + 1
         series = series.expanded()
-        return jax.tree.map(lambda x: slice_rows(x, -seen % interval, step=interval), series), seen + series.count()
+        return jax.tree.map(lambda x: slice_events(x, -seen % interval, step=interval), series), seen + series.count()
     series = series.expanded()
     valid = Laned(jnp.ones(series.count(), bool)) if series.valid is None else series.valid
     first = Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else _compat.beside([valid.tree], seen)

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 
 from lox import _compat, _errors
 from lox._data import _arrays
-from lox._data._lanes import Laned, unnamed
+from lox._data._lanes import Laned, is_laned, unnamed
 from lox._data._logdict import Layout, logdict
 from lox._data._series import Series
 from lox._engine._event import Event, Meta
@@ -158,9 +158,9 @@ class ManyEvents:
         mapped = iter([d is not None for d in dims])
 
         def add_lane(series: Series) -> Series:
-            depth = max(len(x.flags) for x in jax.tree.leaves(series, is_leaf=_is_laned))
+            depth = max(len(x.flags) for x in jax.tree.leaves(series, is_leaf=is_laned))
             add = lambda x: Laned(x.tree, (next(mapped), *(x.flags or (False,) * depth)))  # noqa: E731
-            return jax.tree.map(add, series, is_leaf=_is_laned)
+            return jax.tree.map(add, series, is_leaf=is_laned)
 
         leaves, treedef = jax.tree.flatten([add_lane(series) for series in self._series(moved)])
         return leaves, ManyEvents(treedef)
@@ -193,10 +193,6 @@ class ManyEvents:
 
     def _series(self, operands: list[Any]) -> list[Series]:
         return jax.tree.unflatten(self.treedef, operands)
-
-
-def _is_laned(x: Any) -> bool:
-    return isinstance(x, Laned)
 
 
 class EventReader:

@@ -98,7 +98,7 @@ class Handler:
         raise NotImplementedError
 
     def split(self, frame: "Frame", jaxprs: Iterable[Any]) -> "Blocks | None":
-        """How to split a loop whose iterations run these jaxprs; None if it stays as it is."""
+        """How to split a loop whose iterations run these jaxprs; None if it is not split."""
         del frame, jaxprs
         return None
 
@@ -133,7 +133,7 @@ class Handler:
 
 
 class Blocks(Protocol):
-    """A loop split into blocks of iterations, after each of which the handler does something."""
+    """A loop split into blocks of iterations; the handler acts after each block."""
 
     @property
     def iterations(self) -> int:
@@ -826,10 +826,10 @@ def transformed(frame: Frame, jaxpr: Any, state: Any, once: bool = False, decisi
     """
     cache = _transformed.setdefault(jaxpr, {})
     block = (frame.unbounded, frame.eqn_scope, frame.alike_after(decision))
-    key = (frame.handler, block, _signature(state), _compat.debugged())
-    if key not in cache:
-        cache[key] = Transformed(frame.handler, jaxpr, state, *block)
-    rebuilt = cache[key]
+    cache_key = (frame.handler, block, _signature(state), _compat.debugged())
+    if cache_key not in cache:
+        cache[cache_key] = Transformed(frame.handler, jaxpr, state, *block)
+    rebuilt = cache[cache_key]
     if rebuilt.grown and not (once and frame.handler.allows(frame, rebuilt.struct)):
         raise Grown(frame, rebuilt.struct)
     return rebuilt
@@ -861,11 +861,11 @@ def _run_jitted(
     frame: Frame, jaxpr: Callable[[], Any], state: Any, args: Sequence[Any], cache: dict[Any, Any]
 ) -> list[Any]:
     """Transform, compile and run a jaxpr."""
-    key = (frame.handler, frame.unbounded, frame.eqn_scope, _signature(state), _compat.debugged())
-    if key not in cache:
+    cache_key = (frame.handler, frame.unbounded, frame.eqn_scope, _signature(state), _compat.debugged())
+    if cache_key not in cache:
         rebuilt = Transformed(frame.handler, jaxpr(), state, frame.unbounded, frame.eqn_scope)
-        cache[key] = rebuilt, jax.jit(_compat.jaxpr_as_fun(rebuilt.jaxpr))
-    rebuilt, compiled = cache[key]
+        cache[cache_key] = rebuilt, jax.jit(_compat.jaxpr_as_fun(rebuilt.jaxpr))
+    rebuilt, compiled = cache[cache_key]
     if rebuilt.grown and not frame.handler.allows(frame, rebuilt.struct):
         raise Grown(frame, rebuilt.struct)
     outs, state, piece = rebuilt.unpack(compiled(*jax.tree.leaves(state), *args))

@@ -44,31 +44,36 @@ from lox._engine._interpret import (
 )
 
 
-@rule("jit", "pjit", count=once)
-def _jit(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _run_once(
+    frame: Frame, jaxpr: Any, call: Callable[[Transformed, list[Any]], Any], may_grow: bool = True
+) -> list[Any]:
+    """Run a transformed jaxpr by `call(body, leaves of the state)`; it may change the type of the state if `may_grow`."""
+
     def attempt(state: Any) -> list[Any]:
-        body = transformed(frame, params["jaxpr"], state, once=True)
-        leaves = jax.tree.leaves(state)
-        widened = _compat.widen_jit(params, body.jaxpr, len(leaves), body.extra)
-        outs, state, piece = body.unpack(primitive.bind(*leaves, *args, **widened))
+        body = transformed(frame, jaxpr, state, once=may_grow)
+        outs, state, piece = body.unpack(call(body, jax.tree.leaves(state)))
         frame.absorb(state, piece, body.keys)
         return outs
 
     return frame.settle(attempt)
+
+
+@rule("jit", "pjit", count=once)
+def _jit(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    def call(body: Transformed, leaves: list[Any]) -> Any:
+        return primitive.bind(*leaves, *args, **_compat.widen_jit(params, body.jaxpr, len(leaves), body.extra))
+
+    return _run_once(frame, params["jaxpr"], call)
 
 
 @rule("remat2", "checkpoint", count=once)
 def _remat(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
-    def attempt(state: Any) -> list[Any]:
-        body = transformed(frame, params["jaxpr"], state, once=True)
+    def call(body: Transformed, leaves: list[Any]) -> Any:
         jaxpr, consts = _compat.without_consts(body.jaxpr)
-        leaves = jax.tree.leaves(state)
         widened = _compat.widen_remat(params, jaxpr, len(consts) + len(leaves))
-        outs, state, piece = body.unpack(primitive.bind(*consts, *leaves, *args, **widened))
-        frame.absorb(state, piece, body.keys)
-        return outs
+        return primitive.bind(*consts, *leaves, *args, **widened)
 
-    return frame.settle(attempt)
+    return _run_once(frame, params["jaxpr"], call)
 
 
 @rule(
@@ -423,7 +428,7 @@ def _custom_call(
 
 
 def silenced(handler: Handler, fun: Callable[..., Any], *args: Any) -> Any:
-    """Call a derivative rule without its events: those of a function are the events of its primal."""
+    """Call a derivative rule without its events: only the primal of a function has events."""
     return run_function(handler.for_rules(), fun, args, {}, whole=False)[0]
 
 
@@ -558,16 +563,11 @@ def _high(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
     prim = params["_prim"]
     if type(prim).__name__ == "RematTraced":
 
-        def attempt(state: Any) -> list[Any]:
-            body = transformed(frame, prim.jaxpr, state)
+        def call(body: Transformed, leaves: list[Any]) -> Any:
             jaxpr, consts = _compat.without_consts(body.jaxpr)
-            leaves = jax.tree.leaves(state)
-            widened = _compat.widen_high_remat(prim, jaxpr, len(consts) + len(leaves))
-            outs, state, piece = body.unpack(widened(*consts, *leaves, *args))
-            frame.absorb(state, piece, body.keys)
-            return outs
+            return _compat.widen_high_remat(prim, jaxpr, len(consts) + len(leaves))(*consts, *leaves, *args)
 
-        return frame.settle(attempt)
+        return _run_once(frame, prim.jaxpr, call, may_grow=False)
 
     def expand(*xs: Any) -> list[Any]:
         return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, xs)))

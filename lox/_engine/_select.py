@@ -44,7 +44,7 @@ def _strings(option: str, given: Any) -> tuple[str, ...] | None:
 
 
 def names(option: str, given: Any) -> tuple[str, ...]:
-    """A tuple of names, of which users write one or several."""
+    """Convert to a tuple of names what users write: one string or several."""
     items = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
     for item in items:
         if not isinstance(item, str):

@@ -47,7 +47,7 @@ _fast: Any = weakref.WeakKeyDictionary()
 _MANY = 64
 
 
-def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwargs: Any, *given: Any) -> Any:
+def call(fun: Callable[..., Any], options: Any, transform: Transform, args: Any, kwargs: Any, *given: Any) -> Any:
     """Call `transform(fun, args, kwargs, *given)`; if `fun` is jitted, at the speed of jit from the second time on."""
     if not isinstance(fun, _compat.PjitFunction) or not _compat.is_evaluating():
         return transform(fun, args, kwargs, *given)
@@ -55,14 +55,14 @@ def call(fun: Callable[..., Any], key: Any, transform: Transform, args: Any, kwa
     known = _fast.get(fun)
     if known is None:
         known = _fast[fun] = {}
-    how = (key, treedef, _compat.debugged())
-    fast = known.get(how)
+    cache_key = (options, treedef, _compat.debugged())
+    fast = known.get(cache_key)
     if fast is None:
         if len(known) >= _MANY:
             known.pop(next(iter(known)))  # a new callback for every call would fill it
         leaves = jax.tree.leaves((args, kwargs))
         one_jit = _is_one_jit(_interpret.first_bind(fun, args, kwargs), leaves)
-        known[how] = fast = _jitted(weakref.ref(fun), transform) if one_jit else False
+        known[cache_key] = fast = _jitted(weakref.ref(fun), transform) if one_jit else False
     return fast(given, *args, **kwargs) if fast else transform(fun, args, kwargs, *given)
 
 

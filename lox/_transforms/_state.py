@@ -391,7 +391,7 @@ class Buffer:
         # The first event settles the type of the buffer; a loop can then take the others.
         buffer = take(self, _event(series, 0)) if series.count() else self
         if series.count() > 1:
-            rest = dataclasses.replace(jax.tree.map(lambda x: _arrays.slice_rows(x, 1), series), single=True)
+            rest = dataclasses.replace(jax.tree.map(lambda x: _arrays.slice_events(x, 1), series), single=True)
             buffer, _ = jax.lax.scan(lambda b, event: (take(b, event), None), buffer, rest)
         return buffer
 
@@ -468,7 +468,7 @@ class Buffer:
 
     def full(self) -> Series:
         """The events, if it is known that they fill the buffer."""
-        return jax.tree.map(lambda x: _arrays.slice_rows(x, 0, self.capacity), self.series).even()
+        return jax.tree.map(lambda x: _arrays.slice_events(x, 0, self.capacity), self.series).even()
 
     def dropped(self) -> Any:
         """How many events did not fit."""

@@ -127,7 +127,7 @@ class BufferedDelivery(Delivery):
     """Calls the user's callback once for several events: up to `size` of each key.
 
     Every execution of a program has its own buffer, whose number is the token: a compiled program may run several times
-    at once. Events of several devices are unordered, so that nobody knows which is the last: those are delivered
+    at once. Events of several devices are unordered, so it is unknown which is the last: they are delivered
     immediately.
     """
 
@@ -568,8 +568,8 @@ _host_functions: Any = weakref.WeakValueDictionary()
 
 def one_for(callback: Callable[[Any], Any], kind: type[_Kind], *options: Any) -> _Kind:
     """The host function of this kind for a callback."""
-    key = (kind, _Identity(callback), *options)
-    function = _host_functions.get(key)
+    cache_key = (kind, _Identity(callback), *options)
+    function = _host_functions.get(cache_key)
     if function is None:
-        function = _host_functions[key] = kind(callback, *options)
+        function = _host_functions[cache_key] = kind(callback, *options)
     return function
