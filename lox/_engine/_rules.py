@@ -47,7 +47,7 @@ from lox._engine._interpret import (
 def _run_once(
     frame: Frame, jaxpr: Any, call: Callable[[Transformed, list[Any]], Any], may_grow: bool = True
 ) -> list[Any]:
-    """Run a transformed jaxpr by `call(body, leaves of the state)`; it may change the type of the state if `may_grow`."""
+    """Run a transformed jaxpr by `call(body, leaves of the state)`; if it `may_grow`, its state may change type."""
 
     def attempt(state: Any) -> list[Any]:
         body = transformed(frame, jaxpr, state, once=may_grow)
