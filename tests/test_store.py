@@ -455,7 +455,7 @@ def test_no_two_keys_share_a_name():
 def test_bad_keys(tmp_path):
     lox.save({"x": 1}, tmp_path)
     for key in (42, np.zeros(3), np.uint32(3), object()):
-        with pytest.raises(lox.LogTypeError, match="give the PRNG key of the run"):
+        with pytest.raises(lox.LogTypeError, match="give the run's PRNG key"):
             lox.load(tmp_path, key)
 
 
@@ -858,7 +858,7 @@ os.wait()
 writer.close()
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "belongs to the process that this is a fork of" in found.stdout
+    assert "belongs to the process that this one was forked from" in found.stdout
     assert lox.load(tmp_path)["x"].tolist() == [1]
 
 

@@ -453,7 +453,7 @@ def test_a_message_that_repeats_itself():
         + struct.pack("<iI", innermost - 4, 0)
     )
     read = 0
-    with pytest.raises(_flatbuffers.DamagedError, match="more is in the message than fits into it"):
+    with pytest.raises(_flatbuffers.DamagedError, match="the message contains more than fits into it"):
         for table in _flatbuffers.Table.root(message).tables(0):
             read += len(table.tables(0))
     assert read == n

@@ -1,21 +1,20 @@
 """Runs on disk: append-only Arrow streams, which survive a crash and which every Arrow tool reads.
 
-    DIR/<group-id>/meta.json           one group for each opening of a logger
+    DIR/<group-id>/meta.json           one group for each opening of a logger or of `lox.save`
     DIR/<group-id>/runs.jsonl          its runs: names, PRNG keys, hyper-parameters
     DIR/<group-id>/p0000-000.arrows    their events
 
 A segment (`.arrows`) is an Arrow IPC stream with the columns `run` (the number of a line in runs.jsonl), `wall`
-(seconds since 1970), one for each step and one for each array that was logged; the metadata of a column say to which
-key and dtype it belongs. Other tools read it as it is:
+(seconds since 1970), one for each step and one for each array that was logged; the metadata of a column give its key
+and dtype. Other tools read it as it is:
 
     pyarrow.ipc.open_stream(file).read_all()
     polars.read_ipc_stream(file)
 
-Dtypes that they do not know are stored as wider ones that they do: bfloat16, float16 and float8 as float32, int4 as
-int8, complex numbers as pairs, PRNG keys as their words. `lox.load` gives back the very bits that were logged.
+Dtypes that they do not know are stored as wider ones: bfloat16, float16 and float8 as float32, int4 as int8, complex
+numbers as pairs, PRNG keys as their words. `lox.load` returns exactly the bits that were logged.
 
-Most people need only `lox.save`, `lox.load` and `lox.runs`. `Writer` and `Reader` are what loggers and dashboards are
-made of.
+Most users need only `lox.save`, `lox.load` and `lox.runs`. `Writer` and `Reader` are for loggers and dashboards.
 """
 
 from lox.store import names as names

@@ -1,8 +1,7 @@
 """Record batches: the rows of a segment, as messages.
 
-No column has a variable length and none has nulls, so the number of rows determines the whole message but for the
-data. Writing it is one `struct.pack`. Reading accepts only exactly those bytes, which leaves a hostile file nothing to
-lie about but the number of rows.
+No column has a variable length or nulls, so the number of rows determines the whole header. Writing it is one
+`struct.pack`. Reading accepts exactly those bytes, so a hostile file can lie about nothing but the number of rows.
 """
 
 import struct
@@ -15,7 +14,7 @@ from lox.store._schema import CONTINUATION, Schema
 
 
 class BatchLayout(NamedTuple):
-    """What so many rows look like: the header, and each column's offset and size in the body."""
+    """A record batch of so many rows: the header, and each column's offset and size in the body."""
 
     header: bytes
     offsets: list[int]
@@ -24,14 +23,14 @@ class BatchLayout(NamedTuple):
 
 
 class Batches:
-    """Record batches of one schema."""
+    """The layouts of record batches of one schema."""
 
     def __init__(self, schema: Schema):
         self.schema = schema
         self.columns = schema.columns
         nodes = sum(1 + (c.is_list and c.items > 0) for c in self.columns)
         buffers = sum(0 if c.items == 0 else 2 + c.is_list for c in self.columns)
-        # Two tables, each after its vtable, then two vectors of structs; 8-byte numbers are aligned.
+        # Two tables, each after its vtable, then two vectors of structs, with 8-byte numbers aligned.
         self._header = struct.Struct(f"<4siI6HihBxqI5H2xiIqII{2 * nodes}q4xI{2 * buffers}q")
         self.header_size = self._header.size
         self._nodes, self._buffers = nodes, buffers
@@ -46,13 +45,12 @@ class Batches:
         self.row_bits = sum(items * bits for items, bits, _ in self._spec)
 
     def layout(self, rows: int) -> BatchLayout:
-        """What so many rows look like."""
-        found = self._layouts.get(rows)
-        if found is None:
+        """Return the layout of so many rows."""
+        if rows not in self._layouts:
             if len(self._layouts) > 1000:
                 self._layouts.clear()
-            found = self._layouts[rows] = self._layout(rows)
-        return found
+            self._layouts[rows] = self._layout(rows)
+        return self._layouts[rows]
 
     def _layout(self, rows: int) -> BatchLayout:
         nodes: list[int] = []
@@ -71,8 +69,8 @@ class Batches:
                 buffers += [end, size]
             end += size + (-size) % 8
         size = self.header_size - 8
-        # Offsets count from the start of the metadata: Message's vtable at 4 and table at 16, RecordBatch's at 36 and
-        # 48, nodes from 68 and buffers after them.
+        # Offsets count from the start of the metadata: Message has its vtable at 4 and its table at 16, RecordBatch at
+        # 36 and 48; nodes begin at 68, followed by buffers.
         header = self._header.pack(
             *(CONTINUATION, size, 16),
             *(12, 20, 4, 6, 16, 8, 12, 4, 3, end, 48 - 32),
@@ -84,16 +82,16 @@ class Batches:
         return BatchLayout(header, offsets, sizes, end)
 
     def rows_of(self, header: bytes, room: int) -> int:
-        """How many rows the batch with this header has, given `room` bytes for it; -1 if it ends outside."""
+        """Return the number of rows of the batch with this header; -1 if it does not fit into `room` bytes."""
         if len(header) < self.header_size:
             return -1
         (rows,) = self._rows.unpack_from(header, 8 + 56)
         if rows < 0:
-            raise DamagedError("a batch of a negative length")
+            raise DamagedError("a batch has a negative length")
         if rows * self.row_bits > 8 * room:
-            # Too long for the file: torn, if this is a batch at all. A header for that many rows may not exist.
+            # Too long for the file: torn, if it is a batch. A header for that many rows may not exist.
             empty = self.layout(0).header
-            if header[:64] != empty[:32] + header[32:40] + empty[40:64]:  # but for the length of the body
+            if header[:64] != empty[:32] + header[32:40] + empty[40:64]:  # except for the length of the body
                 raise DamagedError("no batch begins here")
             return -1
         layout = self.layout(rows)

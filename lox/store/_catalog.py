@@ -1,8 +1,8 @@
-"""Which runs a directory has: the entries of all its groups, put together.
+"""The runs of a directory, from the entries of all its groups.
 
-Nobody holds a lock, so the entries are the truth and their order decides: of two runs that were given the same name at
-the same moment the later one gets the next number, everywhere and every time it is read. A run that is overwritten is
-hidden by the entry of its successor, which takes effect at once, whatever then happens to the files.
+There is no lock, so the order of the entries decides: if two runs get the same name at the same moment, the later one
+gets the next number, whenever it is read. The entry of a run hides the runs that it overwrites at once, whatever then
+happens to their files.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from lox.store import _group, names
 from lox.store._group import Entry, Group
 
 MODES = ("new", "append", "overwrite", "error")
-_LIKE_OPEN = {"a": "append", "w": "overwrite", "x": "error"}  # as files are opened
+_LIKE_OPEN = {"a": "append", "w": "overwrite", "x": "error"}  # the modes of `open`
 
 
 @dataclasses.dataclass
 class Record:
-    """A run: where its pieces are, in order."""
+    """A run, with its entries in order."""
 
     name: str
     base: str
@@ -46,21 +46,17 @@ class Catalog:
         self.records = resolve(entries)
 
     def dead_groups(self) -> list[Group]:
-        """Groups of which every run has been overwritten."""
+        """Return the groups whose runs are all overwritten."""
         living = {entry.group for record in self.records.values() for entry in record.entries}
         return [group for group in self.groups.values() if group.entries and group.id not in living]
 
     def newest(self, base: str) -> Record | None:
-        """The last attempt of a run."""
-        found = None
-        for record in self.records.values():
-            if record.base == base:
-                found = record
-        return found
+        """Return the last attempt of a run."""
+        return next((record for record in reversed(self.records.values()) if record.base == base), None)
 
 
 def resolve(entries: list[Entry]) -> dict[str, Record]:
-    """The runs that these entries amount to, in the order in which they were begun."""
+    """Return the runs that these entries make, in the order in which they were begun."""
     records: dict[str, Record] = {}
     bases: dict[str, list[str]] = {}
     for entry in sorted(entries, key=lambda e: (e.opened, e.group, e.number)):
@@ -79,7 +75,7 @@ def resolve(entries: list[Entry]) -> dict[str, Record]:
 
 
 def check_mode(mode: str) -> str:
-    """The mode by its full name, or an error that lists them."""
+    """Return the full name of a mode, or raise an error that lists them."""
     mode = _LIKE_OPEN.get(mode, mode)
     if mode not in MODES:
         raise _errors.OptionError(f"`mode` is {mode!r}; choose one of {_errors.listing(MODES)}.")
@@ -87,13 +83,13 @@ def check_mode(mode: str) -> str:
 
 
 def choose_names(catalog: Catalog, bases: list[str], mode: str) -> list[tuple[str, str]]:
-    """What runs that are opened now are to be called, and the mode of each.
+    """Choose the names and modes of runs that are opened now.
 
-    Two that are opened together are two runs, even if they have the same key.
+    Runs that are opened together are different runs, even if they have the same PRNG key.
     """
     taken = set(catalog.records)
     newest = {record.base: record.name for record in catalog.records.values()}
-    chosen: dict[str, str] = {}
+    chosen: set[str] = set()
     result = []
     for base in bases:
         if mode == "error" and base in newest:
@@ -101,19 +97,20 @@ def choose_names(catalog: Catalog, bases: list[str], mode: str) -> list[tuple[st
                 f"the run {newest[base]!r} is already in {str(catalog.path)!r}.\n"
                 'Use another PRNG key or directory, or one of mode="new", "append" and "overwrite".'
             )
-        how = "new" if base in chosen else mode
-        if how == "append" and base in newest:
+        run_mode = "new" if base in chosen else mode
+        if run_mode == "append" and base in newest:
             name = newest[base]
-        elif how == "overwrite":
+        elif run_mode == "overwrite":
             name = base
         else:
             name = names.attempt(base, taken)
         taken.add(name)
-        chosen[base] = newest[base] = name
-        result.append((name, how))
+        chosen.add(base)
+        newest[base] = name
+        result.append((name, run_mode))
     return result
 
 
 def words(key_data: Any) -> tuple[int, ...]:
-    """The words of one key."""
+    """Return the words of one PRNG key."""
     return tuple(int(word) for word in np.asarray(key_data, np.uint32).ravel())

@@ -1,7 +1,7 @@
-"""How each dtype lies on disk, without the loss of a bit.
+"""How each dtype is stored, without losing a bit.
 
-Arrow tools know few of JAX's dtypes. The others are widened to one that every tool reads as the same number (bfloat16
-and float8 to float32, int4 to int8, complex numbers to a last axis of two), and the real one is noted beside it.
+Arrow tools know few of JAX's dtypes. The others are widened to a dtype that every tool reads as the same number
+(bfloat16 and float8 to float32, int4 to int8, complex numbers to a last axis of two), and the original is noted.
 """
 
 import dataclasses
@@ -23,34 +23,34 @@ _SMALL = (
     *("float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
     "float8_e8m0fnu",
 )
-_KEY = "key<{}>"  # the dtype of typed PRNG keys, as JAX writes it
+_PRNG_KEY = "key<{}>"  # the dtype of typed PRNG keys, as JAX writes it
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """A dtype: its `name`, what it is in memory and in Arrow, and the axes that an item has there in addition."""
+    """A dtype: its `name`, its form in memory and in Arrow, and the axis that an item has in Arrow in addition."""
 
     name: str
     memory: np.dtype[Any]
     arrow: np.dtype[Any]
-    extra: int  # the length of the additional last axis; 0: there is none
+    extra: int  # the length of the additional last axis, 0 if there is none
     encode: Callable[[Array], Array]
     decode: Callable[[Array], Array]
 
     @property
     def impl(self) -> str | None:
-        """For PRNG keys: what made them."""
+        """The implementation, for PRNG keys."""
         return self.name[4:-1] if self.name.startswith("key<") else None
 
 
-def key_name(impl: str) -> str:
-    """The name of the dtype of PRNG keys."""
-    return _KEY.format(impl)
+def prng_key_name(impl: str) -> str:
+    """Return the name of the dtype of PRNG keys."""
+    return _PRNG_KEY.format(impl)
 
 
 @functools.cache
 def codec(name: str, words: int = 0) -> Codec:
-    """The codec of a dtype, by the name that is stored; a PRNG key has so many `words`."""
+    """Return the codec of a dtype, by its stored name; a PRNG key has so many `words`."""
     same = lambda x: x  # noqa: E731
     if name in _PLAIN:
         dtype = np.dtype(name)
@@ -86,7 +86,7 @@ def codec(name: str, words: int = 0) -> Codec:
 
 @functools.cache
 def step_codec(name: str) -> Codec:
-    """Steps are 64 bits wide whatever they were, so that tools can compare them."""
+    """Return the codec of steps, which are stored in 64 bits so that tools can compare them."""
     real = codec(name)
     if real.arrow.kind not in "biuf" or real.extra:
         raise KeyError(name)
@@ -101,7 +101,7 @@ def step_codec(name: str) -> Codec:
 
 
 def name_of(dtype: np.dtype[Any], what: str) -> str:
-    """The name under which a dtype is stored, or an error about `what`."""
+    """Return the name under which a dtype is stored, or raise an error about `what`."""
     if dtype.name in _PLAIN:
         return dtype.name
     try:
@@ -112,24 +112,24 @@ def name_of(dtype: np.dtype[Any], what: str) -> str:
         ) from None
 
 
-# --- conversions that keep NaNs apart, which those of the hardware do not ---
+# --- conversions that keep different NaNs apart, unlike those of the hardware ---
 
 
 def _without(nan: Array, x: Array) -> Array:
     return np.where(nan, np.zeros((), x.dtype), x) if nan.any() else x
 
 
-_MANTISSA = {16: 10, 32: 23, 64: 52}  # how many bits it has, in a float of that many
+_MANTISSA = {16: 10, 32: 23, 64: 52}  # bits of the mantissa, by bits of the float
 
 
 def _parts(bits: int) -> tuple[Any, Any, int, int, int]:
-    """Of floats of so many bits: their type, that of their bits, the sign, the bits of infinity, the mantissa."""
+    """Return the type of floats of so many bits, the type of their bits, and the bits of sign, infinity, mantissa."""
     sign, mantissa = 1 << (bits - 1), (1 << _MANTISSA[bits]) - 1
     return np.dtype(f"f{bits // 8}"), np.dtype(f"u{bits // 8}"), sign, sign - 1 - mantissa, mantissa
 
 
 def _widened(x: Array) -> Array:
-    """As floats of twice the bits."""
+    """Convert to floats of twice the bits."""
     n = 8 * x.dtype.itemsize
     _, narrow, sign, infinity, mantissa = _parts(n)
     wide, wide_bits, _, wide_infinity, _ = _parts(2 * n)
@@ -144,13 +144,13 @@ def _widened(x: Array) -> Array:
 
 
 def _narrowed(x: Array) -> Array:
-    """The inverse."""
+    """Undo `_widened`."""
     n = 4 * x.dtype.itemsize
     _, wide_bits, sign, infinity, _ = _parts(2 * n)
     narrow, narrow_bits, narrow_sign, narrow_infinity, mantissa = _parts(n)
     bits = x.view(wide_bits)
     nan = (bits & (sign - 1)) > infinity
-    with np.errstate(over="ignore"):  # only of a file that lox did not write
+    with np.errstate(over="ignore"):  # only in a file that lox did not write
         out = _without(nan, x).astype(narrow)
     if nan.any():
         shift = _MANTISSA[2 * n] - _MANTISSA[n]
@@ -168,18 +168,17 @@ def _decode_bfloat(x: Array) -> Array:
 
 
 def _small_floats(dtype: np.dtype[Any]) -> Array:
-    """The bits of a float32 for each of the 256 bytes; NaNs carry the byte in their payload."""
+    """Return the bits of a float32 for each of the 256 bytes; NaNs carry the byte in their payload."""
     byte = np.arange(256, dtype=np.uint8)
-    # Types of fewer than 8 bits do not use the upper ones: such bytes need a float32 of their own too, to come back.
+    # Types of fewer than 8 bits ignore the upper bits, but each byte needs a float32 of its own to come back.
     wide = byte.view(dtype).astype(np.float32)
     bits = wide.view(np.uint32).copy()
     _, first = np.unique(bits, return_index=True)
-    own = np.isnan(wide)
-    own[np.setdiff1d(byte, first)] = True
-    bits[own] = 0x7FC00000 | byte[own].astype(np.uint32)
+    as_nan = np.isnan(wide)
+    as_nan[np.setdiff1d(byte, first)] = True
+    bits[as_nan] = 0x7FC00000 | byte[as_nan].astype(np.uint32)
     return bits
 
 
 def _lookup(table: Array, order: Array, bits: Array) -> Array:
-    where = np.searchsorted(table, bits, sorter=order)
-    return order[np.minimum(where, 255)].astype(np.uint8)
+    return order[np.minimum(np.searchsorted(table, bits, sorter=order), 255)].astype(np.uint8)

@@ -1,5 +1,6 @@
-"""From rows back to logs."""
+"""Turns stored rows back into logs."""
 
+import collections
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ Parts = Sequence[tuple[int, int, int]]
 
 @dataclasses.dataclass
 class Chunk:
-    """Events of one key and one run out of one segment. PRNG keys are still words."""
+    """Events of one key and one run from one segment, with PRNG keys as words."""
 
     wall: Array | None
     series: Series
@@ -38,26 +39,26 @@ Chunks = dict[str, list[Chunk]]  # by key
 
 
 def of_run(group: Group, run: int, select: Select, since: dict[SegmentReader, int] | None = None) -> Chunks:
-    """The events of one run of a group; those of batches `since`, if given."""
-    found: Chunks = {}
+    """Read the events of one run of a group, from the batches `since` on if given."""
+    chunks: Chunks = {}
     alone = len(group.entries) == 1
     for segment, keys, with_wall in _segments(group, select):
         start = (since or {}).get(segment, 0)
         parts = segment.batches_with(run, start)
-        # A key that never happened is known to belong to a run only if there is no other.
+        # A key without events is known to belong to a run only if that is the only one.
         if parts or alone:
             rows = _Rows(segment, parts, keys, with_wall)
             for key in keys:
-                found.setdefault(key, []).append(rows.chunk(key, slice(None)))
-    return found
+                chunks.setdefault(key, []).append(rows.chunk(key, slice(None)))
+    return chunks
 
 
 def of_all_runs(group: Group, select: Select, since: dict[SegmentReader, int] | None = None) -> dict[int, Chunks]:
-    """The events of all runs of a group, by their number: each file is read once."""
-    if len(group.entries) == 1:  # then there is nothing to sort
+    """Read the events of all runs of a group, by their number, each file once."""
+    if len(group.entries) == 1:  # nothing to sort
         run = group.entries[0].number
         return {run: of_run(group, run, select, since)}
-    found: dict[int, Chunks] = {entry.number: {} for entry in group.entries}
+    by_run: dict[int, Chunks] = {entry.number: {} for entry in group.entries}
     for segment, keys, with_wall in _segments(group, select):
         parts = segment.all_batches((since or {}).get(segment, 0))
         if not parts:
@@ -69,19 +70,16 @@ def of_all_runs(group: Group, select: Select, since: dict[SegmentReader, int] | 
         rows.take(order)
         numbers, starts = np.unique(runs, return_index=True)
         for number, start, stop in zip(numbers.tolist(), starts, [*starts[1:], len(runs)], strict=True):
-            if number in found:
+            if number in by_run:
                 for key in keys:
-                    found[number].setdefault(key, []).append(rows.chunk(key, slice(start, stop)))
-    return found
+                    by_run[number].setdefault(key, []).append(rows.chunk(key, slice(start, stop)))
+    return by_run
 
 
 def _segments(group: Group, select: Select) -> Iterable[tuple[SegmentReader, list[str], bool]]:
-    """The segments with a selected key, these keys, and whether times are needed to put events into order."""
+    """Return the segments with selected keys, these keys, and whether times are needed to put events in order."""
     chosen = [(s, [key.name for key in s.schema.keys if select(key.name)]) for s in group.segments.values() if s.schema]
-    seen: dict[str, int] = {}
-    for _, keys in chosen:
-        for key in keys:
-            seen[key] = seen.get(key, 0) + 1
+    seen = collections.Counter(key for _, keys in chosen for key in keys)
     return [(segment, keys, any(seen[key] > 1 for key in keys)) for segment, keys in chosen if keys]
 
 
@@ -96,13 +94,13 @@ class _Rows:
         self.site = Site(f"{segment.path.parent.name}/{segment.path.name}")
         self.trees: dict[str, tuple[list[Column], Any, tuple[str | None, ...]]] = {}
         for key in self.of_key.values():
-            # Nodes that come back as dicts are flattened in another order than they were.
+            # Nodes that come back as dicts are flattened in another order.
             order, treedef = jax.tree.flatten(_structure.build(json.loads(key.structure), [*range(len(key.columns))]))
             ordered = [key.columns[i] for i in order]
             self.trees[key.name] = (ordered, treedef, tuple(c.codec.impl for c in ordered))
-        mask = [schema.valid] if schema.valid else []
+        valid = [schema.valid] if schema.valid else []
         wall = [WALL] if with_wall else []
-        columns = [*wall, *schema.steps, *mask, *[c for key in self.of_key.values() for c in key.columns]]
+        columns = [*wall, *schema.steps, *valid, *[c for key in self.of_key.values() for c in key.columns]]
         self.data: dict[Column, Array] = dict(zip(columns, segment.read(columns, parts), strict=True))
         self.count = sum(stop - start for _, start, stop in parts)
 
@@ -129,7 +127,7 @@ class _Rows:
 
 
 def in_order(chunks: list[Chunk]) -> Chunk:
-    """The events of one key and one group, as they happened: segments overlap in time."""
+    """Join the events of one key and one group in order of time, because segments overlap."""
     if len(chunks) == 1:
         return chunks[0]
     whole = join(chunks)
@@ -141,7 +139,7 @@ def in_order(chunks: list[Chunk]) -> Chunk:
 
 
 def join(chunks: list[Chunk]) -> Chunk:
-    """Events after events, which fit together."""
+    """Concatenate events that fit together."""
     if len(chunks) == 1:
         return chunks[0]
     series = _series.concatenate([chunk.series for chunk in chunks])
@@ -151,7 +149,7 @@ def join(chunks: list[Chunk]) -> Chunk:
 
 
 def apart(chunks: list[Chunk]) -> list[list[Chunk]]:
-    """Events of one key, those together that fit into one array."""
+    """Group the events of one key that fit into one array."""
     kinds: list[list[Chunk]] = []
     for chunk in chunks:
         for kind in kinds:
@@ -174,22 +172,22 @@ def _fit(a: Chunk, b: Chunk) -> bool:
     return all(_lanes.union(*[_lanes.lanes_of(z, 1) for z in p if z is not None]) is not None for p in pairs)
 
 
-def by_name(found: dict[str, list[Any]], chunks_of: Callable[[Any], Chunk] = lambda x: x) -> dict[str, list[Any]]:
-    """What was found of each key, under keys of their own where it does not fit together."""
+def by_name(by_key: dict[str, list[Any]], chunk_of: Callable[[Any], Chunk] = lambda x: x) -> dict[str, list[Any]]:
+    """Give events of a key that do not fit together keys of their own."""
     named: dict[str, list[Any]] = {}
-    for key, items in found.items():
-        kinds = apart([chunks_of(item) for item in items])
+    for key, items in by_key.items():
+        kinds = apart([chunk_of(item) for item in items])
         if len(kinds) == 1:
             named[key] = items
             continue
         kind_of = {id(chunk): n for n, kind in enumerate(kinds) for chunk in kind}
         parts: list[list[Any]] = [[] for _ in kinds]
         for item in items:
-            parts[kind_of[id(chunks_of(item))]].append(item)
+            parts[kind_of[id(chunk_of(item))]].append(item)
         names = []
         for kind, part in zip(kinds, parts, strict=True):
             name = f"{key}@{_shape(kind)}"
-            while name in named or name in found:
+            while name in named or name in by_key:
                 name += "'"
             names.append(name)
             named[name] = part
@@ -203,7 +201,7 @@ def by_name(found: dict[str, list[Any]], chunks_of: Callable[[Any], Chunk] = lam
 
 
 def _shape(kind: list[Chunk]) -> str:
-    """Lanes and shape of these events, for their name."""
+    """Format the lanes and shape of these events, for their name."""
     shapes = []
     for impl, *leaves in zip(kind[0].impls, *[chunk.series.values for chunk in kind], strict=True):
         shape = max((x.tree.shape[1:] for x in leaves), key=len)
@@ -212,15 +210,15 @@ def _shape(kind: list[Chunk]) -> str:
 
 
 def to_logdict(chunks: dict[str, list[Chunk]]) -> logdict:
-    """Logs of one run; every key has an event axis."""
+    """Return the logs of one run, in which every key has an event axis."""
     logs = logdict()
-    for key, of in by_name(chunks).items():
-        logs._set_series(dataclasses.replace(_typed(join(of)), key=key))
+    for key, parts in by_name(chunks).items():
+        logs._set_series(dataclasses.replace(_typed(join(parts)), key=key))
     return logs
 
 
 def _typed(chunk: Chunk) -> Series:
-    """With PRNG keys as JAX knows them."""
+    """Turn words into typed PRNG keys."""
     values = [
         x if impl is None else Laned(_wrap(x.tree, impl, chunk.series.key), x.flags)
         for x, impl in zip(chunk.series.values, chunk.impls, strict=True)
@@ -239,12 +237,12 @@ def _wrap(words: Array, impl: str, key: str) -> Any:
 
 
 def stack(runs: list[dict[str, list[Chunk]]]) -> logdict:
-    """Logs of many runs with a lane axis in front; where one has fewer events, `valid` says so."""
-    found: dict[str, list[tuple[int, Chunk]]] = {}
+    """Return the logs of many runs with a lane axis in front; `valid` tells where a run has fewer events."""
+    by_key: dict[str, list[tuple[int, Chunk]]] = {}
     for key in dict.fromkeys(key for run in runs for key in run):
-        found[key] = [(n, chunk) for n, run in enumerate(runs) for chunk in run.get(key, [])]
+        by_key[key] = [(n, chunk) for n, run in enumerate(runs) for chunk in run.get(key, [])]
     logs = logdict()
-    for key, parts in by_name(found, lambda part: part[1]).items():
+    for key, parts in by_name(by_key, lambda part: part[1]).items():
         counts = np.zeros(len(runs), int)
         for n, chunk in parts:
             counts[n] += chunk.series.count()
@@ -254,20 +252,19 @@ def stack(runs: list[dict[str, list[Chunk]]]) -> logdict:
 
 
 def _folded(whole: Chunk, counts: Array) -> Chunk:
-    """Events of runs, one after the other, as `(run, event, ...)`."""
+    """Reshape the events of runs, one after the other, to `(run, event, ...)`."""
     lanes, most = len(counts), int(counts.max(initial=0))
     series = whole.series
     if (counts == most).all():
         folded = jax.tree.map(lambda x: x.reshape(lanes, most, *x.shape[1:]), series)
         return Chunk(None, folded, whole.impls)
-    happened = np.arange(most) < counts[:, None]
+    exists = np.arange(most) < counts[:, None]
 
     def padded(x: Laned, missing: Any) -> Laned:
         out = np.full((lanes, most, *x.tree.shape[1:]), missing, x.tree.dtype)
-        out[happened] = x.tree
+        out[exists] = x.tree
         return Laned(out, x.flags)
 
-    valid = Laned(happened) if series.valid is None else padded(series.valid, False)
     folded = dataclasses.replace(
         series,
         values=[
@@ -275,6 +272,6 @@ def _folded(whole: Chunk, counts: Array) -> Chunk:
             for x, impl in zip(series.values, whole.impls, strict=True)
         ],
         steps={name: padded(x, _arrays.missing_step(x.tree.dtype)) for name, x in series.steps.items()},
-        valid=valid,
+        valid=Laned(exists) if series.valid is None else padded(series.valid, False),
     )
     return Chunk(None, folded, whole.impls)

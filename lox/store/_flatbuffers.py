@@ -1,7 +1,7 @@
-"""Reading FlatBuffers from files that anybody may have written.
+"""Reads FlatBuffers from untrusted files.
 
-Every position is checked before it is read, so that a damaged file is an exception and never a crash. A parser in C
-is no choice here: nanoarrow 0.9 crashes the process on some schemas with a flipped bit.
+Every position is checked before it is read, so that a damaged file raises an exception and never crashes. Not a parser
+in C: nanoarrow 0.9 crashes the process on some schemas with a flipped bit.
 """
 
 import struct
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class DamagedError(Exception):
-    """These bytes are not what they should be. Never reaches users as such."""
+    """These bytes are not what they should be. Users never see this exception."""
 
 
 class _Budget:
-    """How much may be read out of a buffer in all.
+    """How much may be read from a buffer in all.
 
-    In a sound one no two things lie in the same place. In a hostile one, a thousand entries may be the same vector of
-    a thousand entries, and so on.
+    In a sound buffer, nothing overlaps. In a hostile one, a thousand elements may be the same vector of a thousand
+    elements, and so on.
     """
 
     __slots__ = ("left",)
@@ -27,11 +27,11 @@ class _Budget:
     def take(self, size: int) -> None:
         self.left -= size
         if self.left < 0:
-            raise DamagedError("more is in the message than fits into it")
+            raise DamagedError("the message contains more than fits into it")
 
 
 class Table:
-    """A table inside a buffer: fields are found by number."""
+    """A table inside a buffer, whose fields have numbers."""
 
     __slots__ = ("budget", "buffer", "position", "vtable", "vtable_size")
 
@@ -42,11 +42,11 @@ class Table:
 
     @classmethod
     def root(cls, buffer: bytes) -> "Table":
-        """The outermost table."""
+        """Return the outermost table."""
         return cls(buffer, read(buffer, "<I", 0), _Budget(len(buffer)))
 
     def _field(self, number: int) -> int:
-        """Where a field is; 0 if it is absent."""
+        """Return the position of a field, 0 if it is absent."""
         slot = 4 + 2 * number
         if slot + 2 > self.vtable_size:
             return 0
@@ -54,7 +54,7 @@ class Table:
         return self.position + offset if offset else 0
 
     def scalar(self, number: int, code: str, default: Any) -> Any:
-        """A number."""
+        """Read a number."""
         position = self._field(number)
         return read(self.buffer, "<" + code, position) if position else default
 
@@ -63,12 +63,12 @@ class Table:
         return position + read(self.buffer, "<I", position) if position else 0
 
     def table(self, number: int) -> "Table | None":
-        """A table."""
+        """Read a table."""
         target = self._target(number)
         return Table(self.buffer, target, self.budget) if target else None
 
     def string(self, number: int) -> str:
-        """A string; empty if absent."""
+        """Read a string, empty if absent."""
         target = self._target(number)
         if not target:
             return ""
@@ -83,7 +83,7 @@ class Table:
             raise DamagedError("a string is not UTF-8") from error
 
     def tables(self, number: int) -> "list[Table]":
-        """A vector of tables."""
+        """Read a vector of tables."""
         target = self._target(number)
         if not target:
             return []
@@ -94,7 +94,7 @@ class Table:
 
 
 def read(buffer: bytes, code: str, position: int) -> Any:
-    """One number; `struct` checks the end of the buffer, but takes a negative position to count from there."""
+    """Read a number; `struct` checks the end of the buffer, but counts a negative position from there."""
     if position < 0:
         raise DamagedError("an offset points outside its message")
     try:

@@ -1,10 +1,10 @@
-"""A group: the directory that one opening of a logger fills.
+"""A group: the directory that one opening of a logger writes.
 
-    DIR/<group-id>/meta.json           format, versions, configuration, who writes it and whether it is done
+    DIR/<group-id>/meta.json           format, versions, configuration, the writing process, whether it is done
     DIR/<group-id>/runs.jsonl          one line for each run: its number in the group, name, PRNG key, hyper-parameters
     DIR/<group-id>/p0000-000.arrows    segments: process, then number
 
-The id is made by lox and sorts by time. Only what has these names is ever read, repaired or deleted.
+The id sorts by time. Only files and directories with such names are ever read, repaired or deleted.
 """
 
 import contextlib
@@ -34,15 +34,15 @@ SEGMENT = re.compile(r"p(\d{4,})-(\d{3,})\.arrows")
 _LEFTOVER = re.compile(SEGMENT.pattern + r"\.damaged|meta\.json\.\d+\.tmp")  # of repairs and of crashes
 _MEDIA = re.compile(r"[0-9a-f]{64}\.\w{1,5}")
 META, RUNS = "meta.json", "runs.jsonl"
-_RECENT = 60.0  # seconds in which a writer on another machine has probably not died
+_RECENT = 60.0  # seconds after a write in which a writer on another machine is probably alive
 
-_FAR_FUTURE = 2.0e11  # beyond which there are no dates
+_FAR_FUTURE = 2.0e11  # larger times cannot be dates
 
 WAY_OUT = "Choose another directory, or make this one writable."
 
 
 class Entry(NamedTuple):
-    """A line of runs.jsonl: a run, or a further piece of one."""
+    """A line of runs.jsonl: a run, or the continuation of one."""
 
     group: str
     number: int  # of the run in its group
@@ -55,47 +55,47 @@ class Entry(NamedTuple):
     config: Any
 
     def to_line(self) -> bytes:
-        """As text; only ASCII, and never more than a line."""
-        key = None if self.key_data is None else {"impl": self.key_impl, "data": list(self.key_data)}
+        """Return one line of ASCII."""
+        prng_key = None if self.key_data is None else {"impl": self.key_impl, "data": list(self.key_data)}
         line = {
             "run": self.number,
             "name": self.name,
             "base": self.base,
             "mode": self.mode,
             "opened": self.opened,
-            "key": key,
+            "key": prng_key,
             "config": self.config,
         }
         return json.dumps(line).encode() + b"\n"
 
     @classmethod
-    def from_json(cls, found: Any, group: str) -> "Entry":
-        """The opposite; ValueError for anything else."""
+    def from_json(cls, line: Any, group: str) -> "Entry":
+        """Undo `to_line`, given the parsed line; raise a ValueError for anything else."""
         try:
-            key = found["key"]
-            data = None if key is None else tuple(map(int, key["data"]))
+            prng_key = line["key"]
+            data = None if prng_key is None else tuple(map(int, prng_key["data"]))
             if data is not None and (not 0 < len(data) <= 64 or min(data) < 0 or max(data) >= 2**32):
-                raise ValueError("no PRNG key")
+                raise ValueError("not a PRNG key")
             entry = cls(
                 group,
-                int(found["run"]),
-                str(found["name"]),
-                str(found["base"]),
-                str(found["mode"]),
-                float(found["opened"]),
+                int(line["run"]),
+                str(line["name"]),
+                str(line["base"]),
+                str(line["mode"]),
+                float(line["opened"]),
                 data,
-                None if key is None else str(key["impl"]),
-                found["config"],
+                None if prng_key is None else str(prng_key["impl"]),
+                line["config"],
             )
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-            raise ValueError(f"no run: {error}") from error
+            raise ValueError(f"not a run: {error}") from error
         if not (0 <= entry.number < 2**31 and 0 <= entry.opened < _FAR_FUTURE):
-            raise ValueError("no run: an impossible number")
+            raise ValueError("not a run: an impossible number")
         return entry
 
 
 def plain(value: Any) -> Any:
-    """A configuration as JSON: arrays become lists of numbers, what JSON has no word for becomes its text."""
+    """Convert a configuration to JSON: arrays become lists of numbers, other objects become text."""
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -116,7 +116,7 @@ def plain(value: Any) -> Any:
 
 
 def create(path: Path) -> Path:
-    """A new directory for a group in `path`, which is made too."""
+    """Create the directory of a new group in `path`, and `path` if necessary."""
     now = datetime.datetime.now(datetime.UTC)
     while True:
         group = path / f"{now:%Y%m%dT%H%M%S-%f}-{secrets.token_hex(4)}"
@@ -166,7 +166,7 @@ def write_meta(group: Path, created: float, process: int, status: str, config: A
 
 
 class Group:
-    """What is known of a group on disk; `refresh` looks for news."""
+    """What is known of a group on disk; `read_runs` and `scan` look for new runs and events."""
 
     def __init__(self, path: Path):
         self.path, self.id = path, path.name
@@ -176,7 +176,7 @@ class Group:
         self._runs_read = 0
 
     def meta(self) -> dict[str, Any] | None:
-        """meta.json, or None if there is none; an error if it is not lox's."""
+        """Read meta.json; return None if there is none, and raise an error if it is not lox's."""
         file = self.path / META
         try:
             text = file.read_bytes()
@@ -208,7 +208,7 @@ class Group:
                 return
             with open(file, "rb") as opened:
                 opened.seek(self._runs_read)
-                text = opened.read(size)  # memory for so much is taken at once
+                text = opened.read(size)  # allocates this much memory at once
         except FileNotFoundError:
             return
         except OSError as error:
@@ -246,7 +246,7 @@ class Group:
                 del self.segments[number]  # overwritten meanwhile
 
     def is_alive(self) -> bool:
-        """Whether somebody may still be writing here."""
+        """Tell whether some process may still be writing here."""
         meta = self.meta()
         if meta is None or meta.get("status") == "closed":
             return False
@@ -266,9 +266,9 @@ class Group:
     def delete(self) -> None:
         """Delete what lox wrote here, and the directory if nothing else is in it."""
         if self.path.is_symlink():
-            return  # lox makes none: what it points to is somebody else's
+            return  # lox makes no links: what it points to is not lox's
         try:
-            # What makes the group a group goes last: a deletion that is interrupted can be told from damage.
+            # RUNS and META go last, so that an interrupted deletion can be told from damage.
             names = os.listdir(self.path)
             segments = [name for name in names if SEGMENT.fullmatch(name) or _LEFTOVER.fullmatch(name)]
             media = [f"media/{name}" for name in _list(self.path / "media") if _MEDIA.fullmatch(name)]
@@ -283,19 +283,19 @@ class Group:
 
 
 def _parse_lines(text: bytes) -> list[Any]:
-    """What the lines say; None for those that say nothing."""
+    """Parse each line; None for those that are damaged."""
     lines = text.splitlines()
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(b"[" + b",".join(lines) + b"]")  # a thousand lines at once are twice as fast
-        if len(found) == len(lines):
-            return found
-    found = []
+        parsed = json.loads(b"[" + b",".join(lines) + b"]")  # twice as fast as line by line
+        if len(parsed) == len(lines):
+            return parsed
+    parsed = []
     for line in lines:
         try:
-            found.append(json.loads(line))
+            parsed.append(json.loads(line))
         except (ValueError, RecursionError):
-            found.append(None)
-    return found
+            parsed.append(None)
+    return parsed
 
 
 def _list(directory: Path) -> list[str]:
@@ -307,17 +307,15 @@ def _is_running(pid: int) -> bool:
         return False  # os.kill would end the process
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
     except PermissionError:
         return True
-    except OverflowError:
+    except (ProcessLookupError, OverflowError):
         return False
     return True
 
 
 def groups_in(path: Path) -> list[str]:
-    """The ids of the groups in a directory, oldest first."""
+    """Return the ids of the groups in a directory, oldest first."""
     try:
         return sorted(name for name in os.listdir(path) if GROUP_ID.fullmatch(name))
     except FileNotFoundError:

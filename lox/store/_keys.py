@@ -1,4 +1,4 @@
-"""PRNG keys as users give them, on the host."""
+"""PRNG keys on the host."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from lox.store import _dtypes, names
 class KeyData:
     """PRNG keys on the host: their words and the name of their implementation.
 
-    Code in callbacks must not touch JAX, and typed keys are JAX arrays; this stands for them as a leaf of a value.
+    Code in callbacks must not touch JAX, and typed PRNG keys are JAX arrays. This replaces them as a leaf of a value.
     """
 
     __slots__ = ("data", "impl")
@@ -23,38 +23,38 @@ class KeyData:
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype of such keys."""
-        return _dtypes.key_name(self.impl)
+        """The name of the dtype of such PRNG keys."""
+        return _dtypes.prng_key_name(self.impl)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array of keys, without their words."""
+        """The shape of the array of PRNG keys, without the axis of the words."""
         return self.data.shape[:-1]
 
     @property
     def ndim(self) -> int:
-        """The number of axes, without that of the words."""
+        """The number of axes, without the axis of the words."""
         return self.data.ndim - 1
 
     def __repr__(self) -> str:
         return f"KeyData({self.data!r}, {self.impl!r})"
 
 
-def words_of(key: Any) -> tuple[np.ndarray[Any, Any], str]:
-    """The words and the implementation of PRNG keys, typed or raw."""
-    if isinstance(key, KeyData):
-        return key.data, key.impl
-    if hasattr(key, "dtype") and _arrays.is_prng_key(key.dtype):
-        return np.asarray(jax.random.key_data(key)), impl_name(key)
-    data = np.asarray(key)
+def words_of(prng_key: Any) -> tuple[np.ndarray[Any, Any], str]:
+    """Return the words and the implementation of PRNG keys, typed or raw."""
+    if isinstance(prng_key, KeyData):
+        return prng_key.data, prng_key.impl
+    if hasattr(prng_key, "dtype") and _arrays.is_prng_key(prng_key.dtype):
+        return np.asarray(jax.random.key_data(prng_key)), impl_name(prng_key)
+    data = np.asarray(prng_key)
     if data.dtype != np.uint32 or not names.is_raw(data):
         raise _errors.LogTypeError(
-            f"`key` is {key!r}: give the PRNG key of the run, such as `jax.random.key(42)`, or its name as a string."
+            f"`key` is {prng_key!r}: give the run's PRNG key, such as `jax.random.key(42)`, or its name as a string."
         )
     return data, names.impl_of_raw(data)
 
 
-def impl_name(key: Any) -> str:
-    """The name of the implementation of a typed key."""
-    impl = jax.random.key_impl(key)
-    return impl if isinstance(impl, str) else key.dtype._impl.name
+def impl_name(prng_key: Any) -> str:
+    """Return the name of the implementation of a typed PRNG key."""
+    impl = jax.random.key_impl(prng_key)
+    return impl if isinstance(impl, str) else prng_key.dtype._impl.name

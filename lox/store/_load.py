@@ -1,4 +1,4 @@
-"""`load` and `runs`."""
+"""`lox.load` and `lox.runs`: what users need to read a directory."""
 
 import os
 from collections.abc import Iterable
@@ -15,28 +15,28 @@ def load(path: str | os.PathLike[str], key: Any = None, argnames: str | Iterable
     """Read logs from a directory that a `SaveLogger` or `lox.save` wrote to.
 
     >>> import tempfile, jax, numpy as np, lox
-    >>> directory, key = tempfile.mkdtemp(), jax.random.key(42)
+    >>> directory, prng_key = tempfile.mkdtemp(), jax.random.key(42)
     >>> for i in range(3):
-    ...     lox.save(lox.logdict({"loss": np.float32(i)}, steps={"step": {"loss": i}}), directory, key)
-    >>> logs = lox.load(directory, key)
+    ...     lox.save(lox.logdict({"loss": np.float32(i)}, steps={"step": {"loss": i}}), directory, prng_key)
+    >>> logs = lox.load(directory, prng_key)
     >>> print(logs, logs.step)
     {'loss': [0.0, 1.0, 2.0]} {'loss': [0, 1, 2]}
 
     Args:
         path: The directory.
-        key: The PRNG key of a run, of which the newest attempt is loaded; or an array of keys: the runs come with a
-            lane axis in front. The name of a run, such as `"42.1"`, will do too.
-        argnames: Load these keys of the logs only; globs such as `"train/*"` are allowed. The others are not read.
+        key: The PRNG key of a run, whose newest attempt is loaded. An array of PRNG keys loads several runs, with a
+            lane axis in front. The name of a run, such as `"42.1"`, is accepted too.
+        argnames: Load only these keys of the logs; globs such as `"train/*"` are allowed. Other keys are not read.
 
     Returns:
-        A `logdict` of NumPy arrays in which every key has an event axis. Without `key`, and if the directory has
-        several runs: a mapping from their names to such logdicts, which are loaded when they are asked for; its
-        `stack()` makes one logdict with a lane axis of them. Events of a key that do not fit into one array, as of one
-        line under a `vmap` of 4 and one of 6, are kept apart as `"h@4"` and `"h@6"`, with a warning; `argnames="h"`
-        selects them all.
+        A `logdict` of NumPy arrays in which every key has an event axis. Without `key`, if the directory has several
+        runs: a mapping from their names to such logdicts, each loaded when it is accessed; its `stack()` makes one
+        logdict with a lane axis of them. Events of a key that do not fit into one array, for instance of one line under
+        a `vmap` of 4 and one of 6, are kept apart as `"h@4"` and `"h@6"`, with a warning; `argnames="h"` selects all of
+        them.
 
     Raises:
-        RunNotFoundError: There is no such directory or run.
+        RunNotFoundError: The directory or the run does not exist.
         StoreError: The directory cannot be read.
     """
     argnames = None if argnames is None else _select.names("argnames", argnames)
@@ -66,12 +66,12 @@ def load(path: str | os.PathLike[str], key: Any = None, argnames: str | Iterable
         return reader._logs(chosen[0], select)
     if len(set(chosen)) < len(chosen):
         raise _errors.OptionError("`key` has the same PRNG key twice.")
-    found = Runs(reader, chosen, select)
-    return found if key is None else found.stack()
+    chosen_runs = Runs(reader, chosen, select)
+    return chosen_runs if key is None else chosen_runs.stack()
 
 
 def runs(path: str | os.PathLike[str]) -> list[Run]:
-    """The runs in a directory, oldest first, without their events.
+    """List the runs in a directory, oldest first, without their events.
 
     >>> import tempfile, jax, lox
     >>> directory = tempfile.mkdtemp()

@@ -1,4 +1,4 @@
-"""Who in this process is writing where: readers see what was logged before them, and nothing is lost at the end."""
+"""The open writers of this process, so that readers see everything logged before, and nothing is lost at exit."""
 
 import atexit
 import os
@@ -20,30 +20,30 @@ class _Writing(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """What a fork has inherited is its parent's to write and close; its locks may even be held for ever."""
+        """Whether this process made it: a fork must not touch its parent's writers, whose locks may be held forever."""
         return self.pid == os.getpid()
 
 
-# A writer may be collected, and unregister, while its thread holds the lock.
+# Reentrant, because a writer may be collected, and unregister, while its thread holds the lock.
 _lock = threading.RLock()
 _writing: list[_Writing] = []
 
 
 def register(path: Path, flush: Callable[[], Any], close: Callable[[], Any]) -> None:
-    """Call the method `flush` before this process reads `path`, and `close` when it ends, if the object still lives."""
+    """Call `flush` before this process reads `path`, and `close` at exit, if the object of these methods is alive."""
     with _lock:
         _writing[:] = [w for w in _writing if w.flush() is not None]
         _writing.append(_Writing(path.resolve(), weakref.WeakMethod(flush), weakref.WeakMethod(close), os.getpid()))
 
 
 def unregister(flush: Callable[[], Any]) -> None:
-    """The opposite of `register`."""
+    """Undo `register`."""
     with _lock:
         _writing[:] = [w for w in _writing if w.flush() not in (None, flush)]
 
 
 def flush(path: Path) -> None:
-    """Let all that is logged reach `path`. What fails is told of, but does not keep anyone from reading."""
+    """Write everything that was logged to `path`. A failure is a warning, and does not prevent reading."""
     path = path.resolve()
     with _lock:
         methods = [w.flush() for w in _writing if w.path == path and w.is_ours]
@@ -58,7 +58,7 @@ def flush(path: Path) -> None:
 
 
 def is_open(group: Path) -> bool:
-    """Whether this process has a writer for a group."""
+    """Tell whether this process has a writer for a group."""
     group = group.resolve()
     with _lock:
         methods = [w.flush() for w in _writing]
@@ -75,6 +75,6 @@ def _close_all() -> None:
             try:
                 method()
             except Exception as error:
-                errors.append(error)  # the others shall have their turn
+                errors.append(error)  # the others must be closed too
     if errors:
         raise errors[0] if len(errors) == 1 else ExceptionGroup("not all logs could be written", errors)

@@ -1,4 +1,4 @@
-"""`Reader`: all runs of a directory, and what is new in them."""
+"""`Reader`: reads the runs of a directory, and follows new events."""
 
 import dataclasses
 import datetime
@@ -17,7 +17,7 @@ from lox._data._logdict import logdict
 from lox._engine import _select
 from lox.store import _events, _open
 from lox.store._catalog import Catalog, Record
-from lox.store._events import Chunk, Chunks, Select
+from lox.store._events import Chunks, Select
 from lox.store._group import Group
 from lox.store._segment import SegmentReader
 
@@ -27,11 +27,11 @@ class Run:
     """What is known of a run without loading it.
 
     Attributes:
-        name: Unique in its directory: the words of the key, and the number of the attempt if it is not the first.
+        name: Unique in its directory: the words of the PRNG key, and the number of the attempt if it is not the first.
         key_data: The words of its PRNG key; None if it has none.
-        key_impl: The name of the key's implementation.
+        key_impl: The name of the PRNG key's implementation.
         config: Its hyper-parameters.
-        opened: When it was begun.
+        opened: When it began.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Run:
 
 
 class Runs(Mapping[str, logdict]):
-    """Runs by name; each is loaded when it is asked for.
+    """Runs by name; each is loaded when it is accessed.
 
     >>> import tempfile, jax, numpy as np, lox
     >>> directory = tempfile.mkdtemp()
@@ -79,19 +79,19 @@ class Runs(Mapping[str, logdict]):
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
-    # Going through all runs one by one would go through every file once for each.
+    # Loads all runs at once: one by one, each would read every file.
 
     def items(self) -> Any:
-        """Names and logs, all loaded."""
-        chunks = self._reader._chunks_of_all(list(self._names), self._select)
-        return {name: _events.to_logdict(of) for name, of in chunks.items()}.items()
+        """Return names and logs, all loaded."""
+        by_run = self._reader._chunks_of_all(list(self._names), self._select)
+        return {name: _events.to_logdict(chunks) for name, chunks in by_run.items()}.items()
 
     def values(self) -> Any:
-        """The logs, all loaded."""
+        """Return the logs, all loaded."""
         return dict(self.items()).values()
 
     def stack(self) -> logdict:
-        """All runs in one logdict with a lane axis in front, as `vmap(spool(f))` gives them.
+        """Stack all runs in one logdict with a lane axis in front, as `vmap(spool(f))` returns them.
 
         Where some runs have more events than others, `logs.valid` says which events are real.
         """
@@ -120,8 +120,8 @@ class Reader:
     {}
     >>> writer.close()
 
-    It remembers where it has been: `poll` reads only what is new, and loading a second run does not search the files
-    again. It holds no file open. A directory that does not exist yet has no runs.
+    It remembers what it has read: `poll` reads only new events, and loading a second run does not search the files
+    again. It keeps no file open. A directory that does not exist yet has no runs.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -139,64 +139,64 @@ class Reader:
             group.scan()
 
     def runs(self) -> list[Run]:
-        """The runs found so far, oldest first."""
+        """Return the runs found so far, oldest first."""
         return [_info(record) for record in self._catalog.records.values()]
 
     def load(self, name: str, argnames: str | Iterable[str] | None = None) -> logdict:
-        """The events of a run found so far; every key has an event axis."""
+        """Return the events of a run found so far; every key has an event axis."""
         if name not in self._catalog.records:
             raise self._no_run(name)
         return self._logs(name, selector(argnames))
 
     def skipped(self) -> dict[str, int]:
-        """Files with bytes at their end that cannot be read, or not yet, and how many these are."""
+        """Return the files that end with bytes that cannot be read, or not yet, and the number of these bytes."""
         segments = [s for group in self._catalog.groups.values() for s in group.segments.values()]
         return {str(segment.path): segment.leftover for segment in segments if segment.leftover}
 
     def poll(self, argnames: str | Iterable[str] | None = None) -> dict[str, logdict]:
-        """What is new since the last poll: for each run with new events, these.
+        """Return the events since the last poll, for each run that has some.
 
         The first poll returns everything. Events of one key come in order, unless its shape, dtype or steps change
-        between two polls: then some that were logged before the last poll may come with the next one. New events of a
-        key that do not fit into one array are kept apart, as by `lox.load`.
+        between two polls: then some events logged before the last poll may come with the next one. New events of a key
+        that do not fit into one array are kept apart, as by `lox.load`.
         """
         self.refresh()
         select = selector(argnames)
-        found: dict[str, dict[str, list[Chunk]]] = {}
+        new: dict[str, Chunks] = {}
         polled: dict[SegmentReader, int] = {}
         for group, wanted in self._by_group(self._catalog.records.values()).items():
             ends = {segment: len(segment.rows) for segment in group.segments.values()}
             if all(self._polled.get(segment, 0) == end for segment, end in ends.items()):
                 continue
             try:
-                news = _events.of_all_runs(group, select, self._polled)
+                by_run = _events.of_all_runs(group, select, self._polled)
             except _errors.RunNotFoundError:
-                continue  # overwritten at this moment
-            for number, chunks in news.items():
+                continue  # overwritten meanwhile
+            for number, chunks in by_run.items():
                 if number in wanted:
-                    _merge(found.setdefault(wanted[number], {}), chunks)
+                    _merge(new.setdefault(wanted[number], {}), chunks)
             polled.update(ends)
         logs = {}
         for name in self._catalog.records:
-            happened = {key: [c for c in of if c.series.count()] for key, of in found.get(name, {}).items()}
-            happened = {key: of for key, of in happened.items() if of}
-            if happened:
-                logs[name] = _events.to_logdict(happened)
-        self._polled.update(polled)  # not before: after an error one may poll again
+            with_events = {key: [c for c in chunks if c.series.count()] for key, chunks in new.get(name, {}).items()}
+            with_events = {key: chunks for key, chunks in with_events.items() if chunks}
+            if with_events:
+                logs[name] = _events.to_logdict(with_events)
+        self._polled.update(polled)  # only now, so that one may poll again after an error
         return logs
 
     # --- for load ---
 
     def _by_group(self, records: Iterable[Record]) -> dict[Group, dict[int, str]]:
-        """For each group with a piece of these runs: the numbers and names of the runs, groups oldest first."""
-        found: dict[str, dict[int, str]] = {}
+        """Return the groups of these runs, oldest first, with the numbers and names of the runs in them."""
+        by_group: dict[str, dict[int, str]] = {}
         for record in records:
             for entry in record.entries:
-                found.setdefault(entry.group, {})[entry.number] = record.name
-        return {self._catalog.groups[id_]: found[id_] for id_ in sorted(found)}
+                by_group.setdefault(entry.group, {})[entry.number] = record.name
+        return {self._catalog.groups[id_]: by_group[id_] for id_ in sorted(by_group)}
 
     def _logs(self, name: str, select: Select) -> logdict:
-        chunks: dict[str, list[Chunk]] = {}
+        chunks: Chunks = {}
         for entry in self._catalog.records[name].entries:
             group = self._catalog.groups[entry.group]
             _merge(chunks, _events.of_run(group, entry.number, select))
@@ -204,32 +204,29 @@ class Reader:
 
     def _chunks_of_all(self, names: list[str], select: Select) -> dict[str, Chunks]:
         records = [self._catalog.records[name] for name in names]
-        chunks: dict[str, dict[str, list[Chunk]]] = {name: {} for name in names}
-        pieces: dict[tuple[str, int], Chunks] = {}
+        chunks: dict[str, Chunks] = {name: {} for name in names}
+        by_entry: dict[tuple[str, int], Chunks] = {}
         for group, wanted in self._by_group(records).items():
             if len(wanted) == 1:
                 (number,) = wanted
-                pieces[group.id, number] = _events.of_run(group, number, select)
+                by_entry[group.id, number] = _events.of_run(group, number, select)
             else:
-                for number, of in _events.of_all_runs(group, select).items():
-                    pieces[group.id, number] = of
+                for number, run_chunks in _events.of_all_runs(group, select).items():
+                    by_entry[group.id, number] = run_chunks
         for record in records:
             for entry in record.entries:
-                _merge(chunks[record.name], pieces.get((entry.group, entry.number), {}))
+                _merge(chunks[record.name], by_entry.get((entry.group, entry.number), {}))
         return chunks
 
     def _no_run(self, name: str) -> _errors.RunNotFoundError:
         records = self._catalog.records
-        known = list(records)[-8:]
-        there = (
-            f"The runs are {_errors.listing(known)}."
-            if len(records) <= 8
-            else f"The newest are {_errors.listing(known)}."
+        which = "runs" if len(records) <= 8 else "newest"
+        return _errors.RunNotFoundError(
+            f"there is no run {name!r} in {str(self.path)!r}. The {which} are {_errors.listing(list(records)[-8:])}."
         )
-        return _errors.RunNotFoundError(f"there is no run {name!r} in {str(self.path)!r}. {there}")
 
     def _open_for_loading(self, flush: bool = True) -> None:
-        """Refresh; what keeps the directory from being read is an error, what is skipped is warned about."""
+        """Look for new runs; raise an error if the directory cannot be read."""
         if flush:
             _open.flush(self.path)
         if not self.path.exists():
@@ -245,10 +242,10 @@ class Reader:
             )
 
     def _scan_for(self, records: Iterable[Record]) -> None:
-        """Read the files that these runs are in, and tell of damage."""
+        """Scan the files of these runs, and warn of damage."""
         problems = []
         for group in self._by_group(records):
-            group.meta()  # an error if this is not ours to read
+            group.meta()  # raises an error if this lox cannot read the group
             group.scan()
             problems += group.problems
             for segment in group.segments.values():
@@ -259,13 +256,13 @@ class Reader:
         self._warned.update(problems)
         if problems:
             _sites.warn(
-                f"{len(problems)} damaged files, of which a part was skipped:\n  "
+                f"{len(problems)} damaged files were skipped in part:\n  "
                 + "\n  ".join(problems)
-                + f"\nAll that is whole was loaded. lox.store.repair({str(self.path)!r}) removes the rest."
+                + f"\nEverything intact was loaded. lox.store.repair({str(self.path)!r}) removes the rest."
             )
 
     def _check_names(self, records: Iterable[Record], argnames: Any) -> None:
-        """Tell of names of keys that none of the files with these runs has."""
+        """Warn of names that match no key in the files of these runs."""
         if argnames is not None:
             segments = [segment for group in self._by_group(records) for segment in group.segments.values()]
             known = dict.fromkeys(key.name for segment in segments if segment.schema for key in segment.schema.keys)
@@ -280,13 +277,13 @@ def _info(record: Record) -> Run:
     return Run(record.name, last.key_data, last.key_impl, config, opened)
 
 
-def _merge(into: dict[str, list[Chunk]], chunks: Chunks) -> None:
-    for key, of in sorted(chunks.items(), key=lambda item: item[1][0].order):
-        into.setdefault(key, []).extend(_events.in_order(kind) for kind in _events.apart(of))
+def _merge(into: Chunks, chunks: Chunks) -> None:
+    for key, parts in sorted(chunks.items(), key=lambda item: item[1][0].order):
+        into.setdefault(key, []).extend(_events.in_order(kind) for kind in _events.apart(parts))
 
 
 def selector(argnames: str | Iterable[str] | None) -> Select:
-    """Which keys to load: as for `spool`, names or globs; None is all."""
+    """Return a predicate for the keys to load: names or globs, as for `spool`; None is all."""
     if argnames is None:
         return lambda key: True
     patterns = _select.names("argnames", argnames)

@@ -1,6 +1,7 @@
-"""`repair`."""
+"""`repair`: removes what a crash has left at the ends of files."""
 
 import os
+import shutil
 from pathlib import Path
 
 from lox import _errors
@@ -12,8 +13,8 @@ from lox.store._reader import Reader
 def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, int]:
     """Cut off what a crash has left at the ends of files, so that every Arrow reader can read them.
 
-    What lox loads is the same before and after. Runs that are still being written are left alone. Bytes that are
-    damaged, and not merely incomplete, are kept in a file beside, which ends in `.damaged`.
+    What lox loads stays the same. Runs that are still being written are left alone. Bytes that are damaged, not just
+    incomplete, are kept in a file next to the original, which ends in `.damaged`.
 
     >>> import tempfile, lox
     >>> directory = tempfile.mkdtemp()
@@ -23,10 +24,10 @@ def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, in
 
     Args:
         path: The directory.
-        force: Repair runs too whose writer seems to be alive.
+        force: Whether to repair even runs whose writer seems to be alive.
 
     Returns:
-        For each file that was repaired, how many bytes were cut off.
+        The number of bytes that were cut off, by file.
     """
     reader = Reader(path)
     reader._open_for_loading()
@@ -47,16 +48,15 @@ def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, in
     return repaired
 
 
-def _cut(path: Path, end: int, damaged: bool, empty: bool) -> None:
+def _cut(file: Path, end: int, damaged: bool, empty: bool) -> None:
     try:
         if damaged:
-            with open(path, "rb") as file, open(f"{path}.damaged", "xb") as kept:
-                file.seek(end)
-                while block := file.read(1 << 20):
-                    kept.write(block)
+            with open(file, "rb") as segment, open(f"{file}.damaged", "xb") as rest:
+                segment.seek(end)
+                shutil.copyfileobj(segment, rest)
         if empty:
-            path.unlink()  # not even a schema: there is nothing to read
+            file.unlink()  # without a schema, there is nothing to read
         else:
-            os.truncate(path, end)
+            os.truncate(file, end)
     except OSError as error:
-        raise _errors.cannot_write(path, error, _group.WAY_OUT) from error
+        raise _errors.cannot_write(file, error, _group.WAY_OUT) from error

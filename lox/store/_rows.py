@@ -1,8 +1,8 @@
-"""From logs to rows.
+"""Turns logs into rows to store.
 
-A key's events become rows, run after run. Keys whose rows agree in run, step and mask go into one table: what is
-logged together is stored together. Everything that does not depend on the values is worked out once for each kind of
-call and then looked up, because a callback in a training loop has microseconds.
+A key's events become rows, run after run. Keys whose rows have the same runs, steps and `valid` go into one table:
+what is logged together is stored together. What does not depend on the values is worked out once for each kind of call
+and then looked up, because a callback in a training loop has microseconds.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _MAX_PLANS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Rows for one table: the bytes of every column but `run` and `wall`, whose rows are `runs`."""
+    """Rows for one table: the bytes of the column `run` and of all others but `wall`."""
 
     schema: Schema
     rows: int
@@ -34,15 +34,15 @@ class Piece:
 
 
 class Rows:
-    """Makes rows out of logs, and remembers how."""
+    """Makes rows of logs, and remembers how."""
 
     def __init__(self) -> None:
         self._calls: dict[Any, _Call] = {}
         self._schemas: dict[Any, Schema] = {}
-        self._order: dict[str, int] = {}  # in which keys were first seen
+        self._order: dict[str, int] = {}  # of keys, by when they were first seen
 
     def of(self, runs: Any, logs: Mapping[str, Any]) -> list[Piece]:
-        """The rows of these logs. `runs` is the number of a run, or an array of them: one for each lane."""
+        """Return the rows of these logs. `runs` is the number of a run, or an array of them, one per lane."""
         runs = np.asarray(runs, np.int32)
         logs = logs if isinstance(logs, logdict) else logdict(logs)
         gathered = [_gather(key, logs) for key in logs]
@@ -59,10 +59,10 @@ class Rows:
     def _piece(self, runs: Array, gathered: list["_Gathered"], call: "_Call", members: tuple[int, ...]) -> Piece:
         first, plan = gathered[members[0]], call.plans[members[0]]
         rows = plan.rows
-        kept, mask_column = plan.mask(first)
+        kept, valid_column = plan.kept(first)
         columns = [_raw(spread, x, kept) for spread, x in zip(plan.steps, first.steps, strict=True)]
-        if mask_column is not None:
-            columns.append(mask_column)
+        if valid_column is not None:
+            columns.append(valid_column)
         for i in members:
             columns += [_raw(s, x, kept) for s, x in zip(call.plans[i].leaves, gathered[i].leaves, strict=True)]
         if runs.ndim == 0:
@@ -78,7 +78,7 @@ class Rows:
         return Piece(schema, rows, numbers, columns)
 
     def _schema(self, plans: list["_Plan"]) -> Schema:
-        """One schema, and so one segment, for calls that differ in nothing but the number of events or lanes."""
+        """Return one schema, and so use one segment, for calls that differ only in the number of events or lanes."""
         static = tuple(p.static for p in plans)
         if static not in self._schemas:
             if len(self._schemas) >= _MAX_PLANS:
@@ -100,7 +100,7 @@ class _Call:
 
 
 class _Gathered:
-    """The arrays of one key, and all about them that is not their values."""
+    """The arrays of one key, and everything about them except their values."""
 
     __slots__ = ("key", "layout", "leaves", "signature", "steps", "valid", "value")
 
@@ -121,9 +121,9 @@ def _gather(key: str, logs: logdict) -> _Gathered:
         leaves = [x if type(x) is KeyData else _as_array(x, key) for x in leaves]
     names, steps = [], []
     for name in sorted(logs.steps):
-        of = logs.steps[name]
-        if key in of:
-            step = of[key]
+        by_key = logs.steps[name]
+        if key in by_key:
+            step = by_key[key]
             names.append(name)
             steps.append(step if type(step) is np.ndarray and step.dtype.isnative else _as_array(step, key))
     valid = logs.valid.get(key)
@@ -148,14 +148,14 @@ def _as_array(x: Any, key: str) -> Array:
 
 
 def _tables(gathered: list[_Gathered], kinds: list[int]) -> list[tuple[int, ...]]:
-    """Which keys share a table: those whose rows have the same steps and the same mask."""
+    """Group keys into tables: those whose rows have the same steps and `valid`."""
     if len(gathered) == 1:
         return [(0,)]
     tables: list[list[int]] = []
-    for i, of in enumerate(gathered):
+    for i, key in enumerate(gathered):
         for table in tables:
             other = gathered[table[0]]
-            if kinds[table[0]] == kinds[i] and _same(of.valid, other.valid) and _all_same(of.steps, other.steps):
+            if kinds[table[0]] == kinds[i] and _same(key.valid, other.valid) and _all_same(key.steps, other.steps):
                 table.append(i)
                 break
         else:
@@ -168,12 +168,12 @@ def _all_same(a: list[Array], b: list[Array]) -> bool:
 
 
 def _same(a: Array | None, b: Array | None) -> bool:
-    # Bit by bit: two NaNs are the same step if they are the same NaN.
+    # Compares bits: two NaNs are the same step if they are the same NaN.
     return a is b or (a is not None and b is not None and a.tobytes() == b.tobytes())
 
 
 class _Spread:
-    """How to lay out an array as rows: `(run, event, *rest)`, with the runs' lanes it lacks filled in."""
+    """Lays out an array as rows, `(run, event, *rest)`, repeated along lanes of runs that it lacks."""
 
     __slots__ = ("direct", "events", "has", "lanes", "lead", "outer", "rest", "runs")
 
@@ -188,10 +188,10 @@ class _Spread:
         lanes = axes[: sum(map(bool, has))]
         self.rest = axes[len(lanes) :]
         self.lanes, self.has, self.lead = lanes, has, inner
-        found = tuple(shape[i] for i in lanes)
-        wanted = tuple(n for n, h in zip(runs, has, strict=True) if h)
-        if found != wanted:
-            raise _errors.MismatchError(f"{key!r} has {_sizes(found)} lanes, but there are {_sizes(wanted)} runs.")
+        sizes = tuple(shape[i] for i in lanes)
+        expected = tuple(n for n, h in zip(runs, has, strict=True) if h)
+        if sizes != expected:
+            raise _errors.MismatchError(f"{key!r} has {_sizes(sizes)} lanes, but there are {_sizes(expected)} runs.")
         order = [*lanes, *event_axis, *self.rest]
         self.direct = all(has) and order == list(range(len(shape)))
 
@@ -202,7 +202,7 @@ class _Spread:
         return tuple(shape[i] for i in self.rest)
 
     def __call__(self, x: Array) -> Array:
-        """The array as rows."""
+        """Return the array as rows."""
         events = self.count(x.shape)
         rest = self.rest_shape(x.shape)
         if not self.direct:
@@ -217,9 +217,8 @@ def _sizes(shape: tuple[int, ...]) -> str:
 
 
 def _raw(spread: _Spread, x: Any, kept: Array | None) -> bytes:
-    """The bytes of a column."""
-    if type(x) is KeyData:
-        x = x.data
+    """Return the bytes of a column."""
+    x = _words(x)
     if kept is None and spread.direct:
         return x.tobytes()
     rows = spread(x)
@@ -227,58 +226,58 @@ def _raw(spread: _Spread, x: Any, kept: Array | None) -> bytes:
 
 
 class _Plan:
-    """What can be known of a key's rows without its values."""
+    """What is known of a key's rows without its values."""
 
-    def __init__(self, of: _Gathered, runs: tuple[int, ...]):
-        self.key, layout = of.key, of.layout
+    def __init__(self, arrays: _Gathered, runs: tuple[int, ...]):
+        self.key, layout = arrays.key, arrays.layout
         if not isinstance(self.key, str):
-            raise _errors.LogTypeError(f"{self.key!r} is no key: keys are strings.")
-        outer = {np.ndim(x) - n for x, n in zip(of.leaves, layout.ndims, strict=True)} or {0}
+            raise _errors.LogTypeError(f"{self.key!r} is not a key: keys are strings.")
+        outer = {np.ndim(x) - n for x, n in zip(arrays.leaves, layout.ndims, strict=True)} or {0}
         if len(outer) != 1 or min(outer) < 0:
             raise _errors.LoxError(
                 f"the arrays of {self.key!r} have lost axes since they were logged: they cannot be taken for events."
             )
         front = outer.pop()
         flags = dict(layout.step_flags)
-        names = [name for name, _, _ in of.signature[4]]
+        names = [name for name, _, _ in arrays.signature[4]]
         spread = lambda x, f: _Spread(np.shape(_words(x)), layout, f, front, runs, self.key)  # noqa: E731
-        self.leaves = [spread(x, f) for x, f in zip(of.leaves, layout.flags, strict=True)]
-        self.steps = [spread(x, flags.get(name, ())) for name, x in zip(names, of.steps, strict=True)]
-        self.valid = None if of.valid is None else spread(of.valid, layout.valid_flags)
-        every = [(s, x) for s, x in zip([*self.leaves, *self.steps], [*of.leaves, *of.steps], strict=True)]
+        self.leaves = [spread(x, f) for x, f in zip(arrays.leaves, layout.flags, strict=True)]
+        self.steps = [spread(x, flags.get(name, ())) for name, x in zip(names, arrays.steps, strict=True)]
+        self.valid = None if arrays.valid is None else spread(arrays.valid, layout.valid_flags)
+        every = [(s, x) for s, x in zip([*self.leaves, *self.steps], [*arrays.leaves, *arrays.steps], strict=True)]
         if self.valid is not None:
-            every.append((self.valid, of.valid))
+            every.append((self.valid, arrays.valid))
         counts = {s.count(np.shape(_words(x))) for s, x in every} or {1}
         if len(counts) != 1:
             raise _errors.MismatchError(
-                f"the arrays, steps and mask of {self.key!r} do not have the same number of events: {sorted(counts)}."
+                f"the arrays, steps and `valid` of {self.key!r} have different numbers of events: {sorted(counts)}."
             )
         self.events = counts.pop()
         self.rows = self.events * int(np.prod(runs))
 
-        description = _structure.describe(of.value, repr(self.key))
+        description = _structure.describe(arrays.value, repr(self.key))
         self.structure = json.dumps(description)
-        paths = _structure.paths(description)
         self.columns = tuple(
-            _column("value", self.key, x, s, json.dumps(path), self.key)
-            for x, s, path in zip(of.leaves, self.leaves, paths, strict=True)
+            _column("value", self.key, x, s, json.dumps(tree_path), self.key)
+            for x, s, tree_path in zip(arrays.leaves, self.leaves, _structure.tree_paths(description), strict=True)
         )
         self.step_columns = tuple(
-            _column("step", name, x, s, "[]", self.key) for name, x, s in zip(names, of.steps, self.steps, strict=True)
+            _column("step", name, x, s, "[]", self.key)
+            for name, x, s in zip(names, arrays.steps, self.steps, strict=True)
         )
         self.valid_column = None
         if self.valid is not None and self.valid.rest:
-            self.valid_column = _column("valid", "valid", of.valid, self.valid, "[]", self.key)
+            self.valid_column = _column("valid", "valid", arrays.valid, self.valid, "[]", self.key)
         self.shared = (self.step_columns, self.valid_column, self.valid is None, self.events)
         self.static = (self.key, self.structure, self.columns, self.step_columns, self.valid_column)
 
-    def mask(self, of: _Gathered) -> tuple[Array | None, bytes | None]:
-        """Which rows happened (None: all), and the mask of their lanes if they have some."""
+    def kept(self, arrays: _Gathered) -> tuple[Array | None, bytes | None]:
+        """Return the rows to store (None: all), and the column `valid` of their lanes if they have some."""
         if self.valid is None:
             return None, None
-        valid = self.valid(of.valid)
-        happened = valid.reshape(len(valid), -1).any(1) if valid.ndim > 1 else valid
-        kept = None if happened.all() else np.flatnonzero(happened)
+        valid = self.valid(arrays.valid)
+        any_lane = valid.reshape(len(valid), -1).any(1) if valid.ndim > 1 else valid
+        kept = None if any_lane.all() else np.flatnonzero(any_lane)
         if self.valid_column is None:
             return kept, None
         return kept, (valid if kept is None else valid[kept]).tobytes()
@@ -288,7 +287,7 @@ def _words(x: Any) -> Array:
     return x.data if type(x) is KeyData else x
 
 
-def _column(role: str, name: str, x: Any, spread: _Spread, path: str, key: str) -> Column:
+def _column(role: str, name: str, x: Any, spread: _Spread, tree_path: str, key: str) -> Column:
     words = 0
     if type(x) is KeyData:
         words = x.data.shape[-1]
@@ -297,7 +296,7 @@ def _column(role: str, name: str, x: Any, spread: _Spread, path: str, key: str) 
         dtype = _dtypes.name_of(x.dtype, repr(key) if role == "value" else f"the step {name!r} of {key!r}")
     shape = spread.rest_shape(np.shape(_words(x)))
     shape = shape[:-1] if words else shape
-    column = Column(role, name, dtype, shape, tuple(spread.lead), path, words)
+    column = Column(role, name, dtype, shape, tuple(spread.lead), tree_path, words)
     if column.items > 2**31 - 1 or len(shape) > 60:
         raise _errors.LogTypeError(f"{key!r} is too large to be stored: one event has the shape {shape}.")
     return column

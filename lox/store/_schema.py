@@ -1,8 +1,8 @@
-"""The columns of a segment, and their description at its beginning: an Arrow schema message.
+"""The columns of a segment, and the Arrow schema message at its beginning that describes them.
 
-What lox needs to know stands in the metadata of the fields, so that keys are data: the names of columns are for the
-eye. Columns are `run`, `wall` (seconds since 1970), then one for each step, one for the mask if events happened in
-some lanes only, and one for each array of each key. Nothing has a variable length and nothing is null.
+What lox needs to know is in the metadata of the fields, so keys are data; the names of columns are for people. Columns
+are `run`, `wall` (seconds since 1970), one for each step, `valid` if some lanes lack events, and one for each array of
+each key. No column has a variable length or nulls.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _MAX_ITEMS = 2**31 - 1  # of a fixed-size list
 _MAX_NDIM = 60
 _MAX_SCHEMA = 64 << 20
 
-# How Arrow numbers what we use.
+# Arrow's numbers for the types in use.
 _SCHEMA_HEADER = 1
 _NULL, _INT, _FLOAT, _BOOL, _FIXED_SIZE_LIST = 1, 2, 3, 6, 16
 _FLOAT_PRECISION = {1: "float32", 2: "float64"}
@@ -40,7 +40,7 @@ class Column:
     dtype: str
     shape: tuple[int, ...] = ()
     lanes: Flags = ()
-    path: str = "[]"  # where in the value the array is: keys and indices, as JSON
+    tree_path: str = "[]"  # keys and indices that lead to the array in the value, as JSON
     words: int = 0
 
     @property
@@ -75,7 +75,7 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity: hashing all of it costs more than an append may
 class Schema:
-    """What the rows of a segment are made of. Keys of one segment share their steps and their mask."""
+    """The columns of a segment. All keys of a segment share their steps and `valid`."""
 
     steps: tuple[Column, ...]
     valid: Column | None
@@ -84,8 +84,8 @@ class Schema:
     @property
     def columns(self) -> list[Column]:
         """All columns in the order of the file."""
-        mask = [self.valid] if self.valid else []
-        return [RUN, WALL, *self.steps, *mask, *[c for key in self.keys for c in key.columns]]
+        valid = [self.valid] if self.valid else []
+        return [RUN, WALL, *self.steps, *valid, *[c for key in self.keys for c in key.columns]]
 
 
 RUN = Column("run", "run", "int32")
@@ -99,7 +99,7 @@ def _arrow_type(column: Column) -> Any:
     import nanoarrow
 
     if column.items == 0:
-        return nanoarrow.null()  # nothing to store: the shape says it all
+        return nanoarrow.null()  # there are no values to store
     name = column.codec.arrow.name
     item = getattr(nanoarrow, "bool_" if name == "bool" else name)(nullable=False)
     if not column.is_list:
@@ -108,7 +108,7 @@ def _arrow_type(column: Column) -> Any:
 
 
 def encode(schema: Schema) -> bytes:
-    """The message with which a segment begins."""
+    """Return the message with which a segment begins."""
     import nanoarrow
     from nanoarrow.c_array_stream import CArrayStream
     from nanoarrow.ipc import StreamWriter
@@ -119,7 +119,7 @@ def encode(schema: Schema) -> bytes:
         metadata = {
             "role": column.role,
             "key" if column.role == "value" else "name": json.dumps(column.name),
-            "path": column.path,
+            "path": column.tree_path,
             "dtype": column.dtype,
             "shape": json.dumps(column.shape),
             "lanes": json.dumps(column.lanes),
@@ -140,9 +140,11 @@ def encode(schema: Schema) -> bytes:
 
 
 def _title(column: Column, taken: set[str]) -> str:
-    """A column's name for other tools: unique, and without what upsets them."""
-    title = "/".join([column.name, *map(str, json.loads(column.path))]) if column.role == "value" else column.name
-    # A name ends at a zero byte, and a lone surrogate is no Unicode; the metadata have the key as it is.
+    """Return a unique name of a column for other tools, without characters that they cannot handle."""
+    title = column.name
+    if column.role == "value":
+        title = "/".join([title, *map(str, json.loads(column.tree_path))])
+    # A name ends at a zero byte, and lone surrogates are invalid Unicode; the metadata have the key as it is.
     title = title.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()[:200]
     number, unique = 1, title
     while unique in taken:
@@ -156,7 +158,7 @@ def _title(column: Column, taken: set[str]) -> str:
 
 
 def message_size(prefix: bytes) -> int:
-    """How long the metadata of the message is that begins with these 8 bytes."""
+    """Return the size of the metadata of a message, given its first 8 bytes."""
     if len(prefix) < 8 or prefix[:4] != CONTINUATION:
         raise DamagedError("no Arrow message begins here")
     (size,) = struct.unpack("<i", prefix[4:8])
@@ -166,7 +168,7 @@ def message_size(prefix: bytes) -> int:
 
 
 def decode(metadata: bytes) -> Schema:
-    """The schema in the metadata of the first message of a segment."""
+    """Read the schema from the metadata of the first message of a segment."""
     message = Table.root(metadata)
     header = message.table(2)
     if message.scalar(1, "B", 0) != _SCHEMA_HEADER or header is None or message.scalar(3, "q", 0) != 0:
@@ -192,15 +194,15 @@ def _column(field: Table) -> Column:
     role = about["role"]
     shape = json.loads(about["shape"])
     if not isinstance(shape, list) or len(shape) > _MAX_NDIM or not all(type(n) is int and n >= 0 for n in shape):
-        raise DamagedError(f"{shape!r} is no shape")
+        raise DamagedError(f"{shape!r} is not a shape")
     if math.prod(n or 1 for n in shape) > _MAX_ITEMS:
         raise DamagedError(f"{shape!r} is too large a shape")
     name = json.loads(about["key" if role == "value" else "name"])
     if not isinstance(name, str):
-        raise DamagedError(f"{name!r} is no name")
+        raise DamagedError(f"{name!r} is not a name")
     words = int(about.get("words", 0))
     if not 0 <= words <= 64 or bool(words) != about["dtype"].startswith("key<"):
-        raise DamagedError(f"a PRNG key of {words} words")
+        raise DamagedError(f"a PRNG key has {words} words")
     column = Column(role, name, about["dtype"], tuple(shape), _flags(json.loads(about["lanes"])), about["path"], words)
     if _stored_type(field) != _expected_type(column):
         raise DamagedError(f"the column {name!r} is not stored as its dtype {column.dtype} says")
@@ -209,11 +211,11 @@ def _column(field: Table) -> Column:
 
 def _flags(flags: Any) -> Flags:
     if not isinstance(flags, list) or len(flags) > _MAX_NDIM:
-        raise DamagedError("no flags")
+        raise DamagedError("the lanes are not flags")
     for flag in flags:
         named = isinstance(flag, list) and flag and all(isinstance(axis, str) for axis in flag)
         if not isinstance(flag, bool) and not named:
-            raise DamagedError("no flags")
+            raise DamagedError("the lanes are not flags")
     return tuple(tuple(flag) if isinstance(flag, list) else flag for flag in flags)
 
 
@@ -231,7 +233,7 @@ def _stored_type(field: Table) -> Any:
     if kind == _BOOL:
         return "bool"
     if about is None:
-        raise DamagedError("a column without a type")
+        raise DamagedError("a column has no type")
     if kind == _INT:
         sign = "" if about.scalar(1, "?", False) else "u"
         return f"{sign}int{about.scalar(0, 'i', 0)}"
@@ -241,11 +243,11 @@ def _stored_type(field: Table) -> Any:
         children = field.tables(5)
         if len(children) == 1 and children[0].scalar(2, "B", 0) != _FIXED_SIZE_LIST:
             return _stored_type(children[0]), about.scalar(0, "i", 0)
-    raise DamagedError("a column of a type that lox does not write")
+    raise DamagedError("a column has a type that lox does not write")
 
 
 def _assemble(columns: list[Column], keys: Any) -> Schema:
-    """The schema that these columns make; whatever does not add up is damage."""
+    """Make the schema of these columns; anything inconsistent is damage."""
     if columns[:2] != [RUN, WALL]:
         raise DamagedError("the first columns are not those of lox")
     rest = columns[2:]
@@ -255,8 +257,8 @@ def _assemble(columns: list[Column], keys: Any) -> Schema:
     if rest != [*steps, *valid, *leaves] or len(valid) > 1 or any(c.dtype != "bool" for c in valid):
         raise DamagedError("the columns are not in order")
     if len({c.name for c in steps}) != len(steps):
-        raise DamagedError("two steps of one name")
-    found, start = [], 0
+        raise DamagedError("two steps have one name")
+    schema_keys, start = [], 0
     for key, structure, order in keys:
         stop = start + _structure.count(json.loads(structure))
         part = tuple(leaves[start:stop])
@@ -268,8 +270,8 @@ def _assemble(columns: list[Column], keys: Any) -> Schema:
         ):
             raise DamagedError("the columns do not fit the keys")
         _structure.build(json.loads(structure), list(part))
-        found.append(Key(key, structure, part, order))
+        schema_keys.append(Key(key, structure, part, order))
         start = stop
-    if start != len(leaves) or len({key.name for key in found}) != len(found):
+    if start != len(leaves) or len({key.name for key in schema_keys}) != len(schema_keys):
         raise DamagedError("the columns do not fit the keys")
-    return Schema(steps, valid[0] if valid else None, tuple(found))
+    return Schema(steps, valid[0] if valid else None, tuple(schema_keys))

@@ -1,8 +1,8 @@
-"""One segment: an Arrow IPC stream in a file of its own, written once and from one process only.
+"""Segments: Arrow IPC streams, each in a file of its own that one process writes once.
 
-A batch is one `write`. Whoever reads stops at the first batch that is not whole and resumes there later, which is all
-it takes for a live tail and for surviving a kill. Files are read with ordinary reads and never mapped into memory: a
-mapped file that somebody truncates kills the process.
+A record batch is one `write`. Readers stop at the first incomplete batch and resume there later, which is all that
+following a file and surviving a kill take. Files are never mapped into memory: if somebody truncated a mapped file, the
+process would be killed.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ WAY_OUT = "Free some space or make the directory writable, then flush again: wha
 
 
 class SegmentWriter:
-    """Appends batches to a new file. After a failed write it is closed for good: go on in another one."""
+    """Appends record batches to a new file. A failed write closes it: go on in another one."""
 
     def __init__(self, path: Path, batches: Batches):
         self.path, self.batches = path, batches
-        self.size = 0  # up to the end of the last whole batch
+        self.size = 0  # up to the end of the last complete batch
         self._preamble: bytes | None = _schema.encode(batches.schema)
         try:
-            # O_EXCL: never into a file that somebody else writes.
+            # O_EXCL: never write to a file of another process.
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         except OSError as error:
             raise _errors.cannot_write(path, error, WAY_OUT) from error
 
     def write_schema(self) -> None:
-        """Begin the file, if no batch has done so."""
+        """Write the schema, if no batch has done so."""
         if self._preamble is not None:
             self._write(self._preamble)
             self._preamble = None
@@ -64,10 +64,10 @@ class SegmentWriter:
                     raise OSError(errno.EIO, "nothing could be written")
                 rest = rest[written:]
         except OSError as error:
-            # Without the torn batch every tool can read the file. If this fails too, readers skip the torn tail.
+            # Without the torn batch every tool can read the file. If this fails too, readers skip it.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self.size)
-                if not self.size:  # or a disk that is full for hours would be strewn with empty files
+                if not self.size:  # or retries on a full disk would leave many empty files
                     self.abandon()
                     self.path.unlink()
             self.abandon()
@@ -94,23 +94,23 @@ class SegmentWriter:
 
 
 class SegmentReader:
-    """Knows where the batches of a file are; `scan` looks for new ones."""
+    """Knows where the record batches of a file are; `scan` looks for new ones."""
 
     def __init__(self, path: Path):
         self.path = path
         self.schema: Schema | None = None
         self.offsets: list[int] = []  # of batches
         self.rows: list[int] = []
-        self.end = 0  # of the last whole message
+        self.end = 0  # of the last complete message
         self.ended = False
         self.leftover = 0  # bytes after it
-        self.damage: str | None = None  # what is wrong with them, unless the last batch is merely incomplete
+        self.damage: str | None = None  # what is wrong with them, unless they are just an incomplete batch
         self._batches: Batches | None = None
         self._ranges: Array = np.empty((0, 2), np.int32)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """The file, unbuffered."""
+        """Open the file, unbuffered."""
         try:
             with open(self.path, "rb", buffering=0) as file:
                 yield file  # type: ignore[misc]
@@ -170,24 +170,24 @@ class SegmentReader:
             self.end += header_size + layouts.layout(rows).body
 
     def batches_with(self, run: int, start: int = 0) -> list[tuple[int, int, int]]:
-        """The batches from `start` on with rows of a run, and which rows these are. Rows are sorted by run."""
-        found = []
+        """Return the batches from `start` on that have rows of a run, and these rows. Rows are sorted by run."""
+        parts = []
         with self.open() as file:
             self._extend_ranges(file)
             candidates = np.flatnonzero((self._ranges[start:, 0] <= run) & (self._ranges[start:, 1] >= run)) + start
             for batch in candidates.tolist():
                 rows = self.rows[batch]
                 if self._ranges[batch, 0] == self._ranges[batch, 1]:
-                    found.append((batch, 0, rows))
+                    parts.append((batch, 0, rows))
                     continue
                 runs = self._raw(file, 0, batch, 0, rows)
                 first, last = np.searchsorted(runs, run, "left"), np.searchsorted(runs, run, "right")
                 if last > first:
-                    found.append((batch, int(first), int(last)))
-        return found
+                    parts.append((batch, int(first), int(last)))
+        return parts
 
     def _extend_ranges(self, file: BinaryIO) -> None:
-        """The first and the last run of each batch."""
+        """Look up the first and the last run of each new batch."""
         known = len(self._ranges)
         if known == len(self.rows):
             return
@@ -202,15 +202,15 @@ class SegmentReader:
         self._ranges = np.concatenate([self._ranges, new])
 
     def all_batches(self, start: int = 0) -> list[tuple[int, int, int]]:
-        """All batches from `start` on, with all their rows."""
+        """Return all batches from `start` on, with all their rows."""
         return [(i, 0, self.rows[i]) for i in range(start, len(self.rows))]
 
     def read(self, columns: Sequence[Column], parts: Sequence[tuple[int, int, int]]) -> list[Array]:
-        """These columns, of these rows of these batches: one array each."""
+        """Read these columns of these rows of batches, as one array each."""
         assert self._batches is not None
         total = sum(stop - start for _, start, stop in parts)
         numbers = {column: i for i, column in enumerate(self._batches.columns)}
-        found: list[Array] = []
+        arrays: list[Array] = []
         with self.open() as file:
             for column in columns:
                 codec, items = column.codec, column.items
@@ -220,11 +220,11 @@ class SegmentReader:
                     end = position + (stop - start) * items
                     self._raw(file, numbers[column], batch, start, stop, raw[position:end])
                     position = end
-                found.append(codec.decode(raw).reshape(total, *column.memory_shape))
-        return found
+                arrays.append(codec.decode(raw).reshape(total, *column.memory_shape))
+        return arrays
 
     def _raw(self, file: BinaryIO, number: int, batch: int, start: int, stop: int, out: Array | None = None) -> Array:
-        """Arrow's values of some rows of a column."""
+        """Read Arrow's values of some rows of a column."""
         assert self._batches is not None
         items, dtype = self._batches.items[number], self._batches.arrow[number]
         if out is None:

@@ -1,8 +1,7 @@
-"""Pytrees as data: the structure of a value as JSON, never as code.
+"""The structure of a pytree as JSON, never as code.
 
 Dicts, lists, tuples, None, `lox.Histogram` and `lox.Image` come back as they were. A namedtuple, a dataclass or any
-other registered node comes back as a dict of its fields: to make the class again, a file would have to name code to
-run.
+other registered node comes back as a dict of its fields: to restore the class, a file would have to name code to call.
 """
 
 from typing import Any
@@ -25,19 +24,19 @@ _KEY_TYPES = (str, int, float, bool, type(None))
 
 
 def describe(value: Any, what: str) -> Any:
-    """The structure of a value, in the order in which JAX flattens it."""
+    """Describe the structure of a value, in the order in which JAX flattens it."""
     if value is None:
         return None
     if isinstance(value, dict):
         # jax.tree.flatten sorts the keys of every dict but an OrderedDict.
         children = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)[0]
-        return {"dict": [[_key(path[0].key, what), describe(x, what)] for path, x in children]}
+        return {"dict": [[_key(tree_path[0].key, what), describe(x, what)] for tree_path, x in children]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [describe(x, what) for x in value]}
     if jax.tree_util.all_leaves([value]):
         return LEAF
     children = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)[0]
-    fields = [[_field(path[0]), describe(x, what)] for path, x in children]
+    fields = [[_field(tree_path[0]), describe(x, what)] for tree_path, x in children]
     if isinstance(value, Histogram):
         return {"histogram": [["edges", value.edges.tolist()], *fields]}
     return {"image" if isinstance(value, Image) else "dict": fields}
@@ -63,20 +62,19 @@ def _field(entry: Any) -> Any:
     return str(entry)
 
 
-def paths(structure: Any) -> list[list[Any]]:
-    """Where each array is: keys and indices from the outside in."""
+def tree_paths(structure: Any) -> list[list[Any]]:
+    """Return the keys and indices that lead to each array, from the outside in."""
     if structure == LEAF:
         return [[]]
     if structure is None:
         return []
     kind, children = _open(structure)
-    if kind in _NAMED:
-        return [[key, *path] for key, child in children for path in paths(child)]
-    return [[index, *path] for index, child in enumerate(children) for path in paths(child)]
+    pairs = children if kind in _NAMED else enumerate(children)
+    return [[key, *tree_path] for key, child in pairs for tree_path in tree_paths(child)]
 
 
 def count(structure: Any) -> int:
-    """How many arrays there are."""
+    """Count the arrays."""
     if structure == LEAF:
         return 1
     if structure is None:
@@ -86,7 +84,7 @@ def count(structure: Any) -> int:
 
 
 def build(structure: Any, leaves: list[Any]) -> Any:
-    """The value, given its arrays. Raises ValueError for what is no structure."""
+    """Build the value from its arrays; raise a ValueError for an invalid structure."""
     rest = iter(leaves)
     value = _build(structure, rest)
     if next(rest, rest) is not rest:
@@ -119,25 +117,25 @@ def _unkey(key: Any) -> Any:
         if kind == "tuple":
             return tuple(_unkey(k) for k in parts)
     if not isinstance(key, _KEY_TYPES):
-        raise ValueError(f"{key!r} is no key of a dict")
+        raise ValueError(f"{key!r} is not a key of a dict")
     return key
 
 
 def _open(structure: Any) -> tuple[str, Any]:
     if not isinstance(structure, dict) or len(structure) != 1:
-        raise ValueError(f"{structure!r} is no structure")
+        raise ValueError(f"{structure!r} is not a structure")
     ((kind, children),) = structure.items()
     if kind not in (*_NAMED, "list", "tuple") or not isinstance(children, list):
-        raise ValueError(f"{structure!r} is no structure")
+        raise ValueError(f"{structure!r} is not a structure")
     if kind in _NAMED and not all(isinstance(pair, list) and len(pair) == 2 for pair in children):
-        raise ValueError(f"{structure!r} is no structure")
+        raise ValueError(f"{structure!r} is not a structure")
     if kind == "histogram":
         edges, *children = children or [None]
         if not _are_edges(edges):
-            raise ValueError(f"{structure!r} is no structure")
+            raise ValueError(f"{structure!r} is not a structure")
     fields = _FIELDS.get(kind)
     if fields is not None and children != [[field, LEAF] for field in fields]:
-        raise ValueError(f"{structure!r} is no structure")
+        raise ValueError(f"{structure!r} is not a structure")
     return kind, children
 
 

@@ -1,4 +1,4 @@
-"""Rows that wait to be written."""
+"""Rows waiting to be written."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from lox.store._segment import SegmentWriter
 
 
 class Table:
-    """Rows of one schema that wait to be written, and the segment that takes them."""
+    """Rows of one schema waiting to be written, and the segment that they go to."""
 
     def __init__(self, schema: Schema):
         self.batches = Batches(schema)
         self.segment: SegmentWriter | None = None
-        self.started = False  # a schema without rows is written too: the key exists
+        self.started = False  # whether the schema is written, even without rows, because the keys exist
         self.columns: list[list[bytes]] = [[] for _ in self.batches.columns]
         self.rows = 0
         self.size = 0  # of the rows, in bytes
 
     def add(self, piece: Piece, wall: bytes) -> int:
-        """Take rows; returns how many bytes they are."""
+        """Add rows; return their size in bytes."""
         if not piece.rows:
             return 0
         size = 0
@@ -35,9 +35,9 @@ class Table:
         return size
 
     def batch(self) -> list[Any]:
-        """The waiting rows as the columns of a batch, sorted by run."""
+        """Return the waiting rows as the columns of a record batch, sorted by run."""
         raw = [parts[0] if len(parts) == 1 else b"".join(parts) for parts in self.columns]
-        # What many calls have left as one piece is now one piece: if writing fails, the next try is cheaper.
+        # Keeps the joined bytes, so that trying again is cheaper if writing fails.
         self.columns = [[data] for data in raw]
         runs = np.frombuffer(raw[0], np.int32)
         order = None
@@ -57,6 +57,6 @@ class Table:
         return encoded
 
     def clear(self) -> None:
-        """Forget the rows, which are on disk."""
+        """Forget the rows, which are on disk now."""
         self.columns = [[] for _ in self.batches.columns]
         self.rows = self.size = 0

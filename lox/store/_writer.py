@@ -1,4 +1,4 @@
-"""`Writer`: one opening of the store. Everything that is logged through it goes into one group."""
+"""`Writer`: writes everything that is logged through it to one group."""
 
 import os
 import struct
@@ -23,12 +23,12 @@ from lox.store._table import Table
 
 Array = np.ndarray[Any, Any]
 
-_MAX_OPEN = 64  # segments at once: each has a file descriptor
+_MAX_OPEN = 64  # segments open at once, because each has a file descriptor
 _MAX_PENDING = 256 << 20  # bytes to keep while nothing can be written
 
 
 class Writer:
-    """Writes runs into a directory, next to what others have written or are writing there.
+    """Writes runs to a directory, to which others may write at the same time.
 
     >>> import tempfile, numpy as np, lox
     >>> directory = tempfile.mkdtemp()
@@ -40,14 +40,14 @@ class Writer:
     {'loss': [0.0, 1.0, 2.0]}
 
     It takes NumPy arrays and never touches JAX, so callbacks may use it, from any thread. Small appends are collected
-    until there are `buffer_bytes` of them; `flush` makes all that was appended readable for everyone.
+    up to `buffer_bytes`; `flush` makes everything that was appended readable for everyone.
 
     What the operating system refuses to write stays in memory, and every `append` that tries again and every `flush`
     raises a `StoreError`, until it succeeds. Segments that were written before stay readable.
 
     Attributes:
         path: The directory.
-        group: The directory inside it which is this writer's own.
+        group: This writer's own directory inside it.
         run_names: The name of each run, by its number.
     """
 
@@ -71,13 +71,13 @@ class Writer:
         self._pid = os.getpid()
         self._catalog = Catalog(self.path)
         self._rows = Rows()
-        self._tables: dict[Schema, Table] = {}  # the one that was written last comes last
+        self._tables: dict[Schema, Table] = {}  # the last one written comes last
         self._pending = 0
         self._pending_rows = 0
-        self._refused = 0  # pending bytes when writing failed: try again when there are more
+        self._refused = 0  # pending bytes when writing failed, to try again when there are more
         self._wall = 0.0
         self._segments = 0
-        self._unsynced: list[str] = []  # segments that have been written to since the last fsync
+        self._unsynced: list[str] = []  # segments written to since the last fsync
         self._warned = False
         self._closed = True  # until it is open
         self.group = _group.create(self.path).resolve()
@@ -98,10 +98,9 @@ class Writer:
         """Begin a run, or go on with one.
 
         Args:
-            name: What to call it; by default it is named after its key. If there is one of that name already, `mode`
-                decides.
+            name: The name of the run; by default it is named after its PRNG key. If the name exists, `mode` decides.
             key_data: The words of its PRNG key.
-            key_impl: The name of the key's implementation.
+            key_impl: The name of the PRNG key's implementation.
             config: Its hyper-parameters, stored as JSON.
             mode: `"new"` makes another attempt, such as `42.1`; `"append"` goes on with the newest one; `"overwrite"`
                 replaces all of them; `"error"` refuses.
@@ -120,7 +119,7 @@ class Writer:
         configs: Sequence[Any] | None = None,
         mode: str = "new",
     ) -> Array:
-        """`open_run` for many at once: names or keys `(run, words)`, and a configuration for each."""
+        """Open many runs at once, by names or PRNG keys `(run, words)`, with a configuration for each."""
         mode = _catalog.check_mode(mode)
         data = None if key_data is None else np.asarray(key_data, np.uint32)
         if data is not None:
@@ -131,7 +130,7 @@ class Writer:
         else:
             bases = [names.UNNAMED] if data is None else names.base_names(data, key_impl)
         if (data is not None and len(data) != len(bases)) or (configs is not None and len(configs) != len(bases)):
-            raise _errors.OptionError(f"{len(bases)} runs need as many keys and configurations.")
+            raise _errors.OptionError(f"{len(bases)} runs need as many PRNG keys and configurations.")
         with self._lock:
             self._check_open()
             self._catalog.refresh()
@@ -144,16 +143,16 @@ class Writer:
                     first + i,
                     name,
                     base,
-                    how,
+                    run_mode,
                     opened,
                     None if data is None else _catalog.words(data[i]),
                     None if data is None else key_impl,
                     None if configs is None else _group.plain(configs[i]),
                 )
-                for i, ((name, how), base) in enumerate(zip(chosen, bases, strict=True))
+                for i, ((name, run_mode), base) in enumerate(zip(chosen, bases, strict=True))
             ]
             self._write_entries(entries)
-            self._catalog.refresh()  # somebody else may have chosen the same names at the same moment
+            self._catalog.refresh()  # another process may have chosen the same names at the same moment
             here = self.group.name
             resolved = {e.number: r.name for r in self._catalog.records.values() for e in r.entries if e.group == here}
             self.run_names += [resolved.get(e.number, e.name) for e in entries]
@@ -187,16 +186,16 @@ class Writer:
         """Add events.
 
         Args:
-            runs: The number of a run; or an array of them, one for each lane of the logs, whether the lanes come
-                first, as with `vmap(spool(f))`, or right after the event axis. What does not depend on the lane is
-                stored for each of them.
-            logs: NumPy arrays; a key has an event axis if the logdict says so, and is one event otherwise. Events
-                that did not happen (`logs.valid`) are not stored.
-            wall: When it happened, in seconds since 1970; now by default. Times never go backwards.
+            runs: The number of a run, or an array of numbers, one for each lane of the logs, whether lanes come first,
+                as from `vmap(spool(f))`, or right after the event axis. What does not depend on the lane is stored for
+                each of them.
+            logs: NumPy arrays; a key has an event axis if the logdict says so, and is one event otherwise. Invalid
+                events (`logs.valid`) are not stored.
+            wall: The time of the events, in seconds since 1970; now by default. Times never go backwards.
 
         Raises:
-            StoreError: The disk refuses. The events are kept and written later, if that becomes possible: do not
-                append them again, unless the message says that they were not taken.
+            StoreError: The system refuses to write. The events are kept and written later, if possible: do not append
+                them again, unless the message says that they were not taken.
         """
         with self._lock:
             self._check_open()
@@ -217,7 +216,7 @@ class Writer:
                 self._write_pending()
 
     def _tick(self, wall: float | None = None) -> float:
-        """The time, later than any before: events of a key that lie in two segments are sorted by it."""
+        """Return a time later than any before, by which events of a key from two segments are sorted."""
         now = time.time() if wall is None else float(wall)
         self._wall = now if now > self._wall else float(np.nextafter(self._wall, np.inf))
         return self._wall
@@ -242,17 +241,17 @@ class Writer:
         self._forget_old_tables()
 
     def _segment_of(self, schema: Schema, table: Table) -> SegmentWriter:
-        self._tables[schema] = self._tables.pop(schema)  # now the one that was used last
+        self._tables[schema] = self._tables.pop(schema)  # moved to the end
         if table.segment is None or table.segment.closed:
             self._close_oldest_segments()
-            path = self.group / f"p{self._process:04d}-{self._segments:03d}.arrows"
-            table.segment = SegmentWriter(path, table.batches)
-            self._unsynced.append(path.name)
+            file = self.group / f"p{self._process:04d}-{self._segments:03d}.arrows"
+            table.segment = SegmentWriter(file, table.batches)
+            self._unsynced.append(file.name)
             self._segments += 1
         return table.segment
 
     def _close_oldest_segments(self) -> None:
-        live = [t.segment for t in self._tables.values() if t.segment is not None and not t.segment.closed]
+        live = self._open_segments()
         if len(live) < _MAX_OPEN:
             return
         for segment in live[: len(live) - _MAX_OPEN + 1]:
@@ -264,6 +263,9 @@ class Writer:
                 f"{str(self.path)!r}; each needs a file, and there will be many. "
                 "Log the same keys together, with the same shapes."
             )
+
+    def _open_segments(self) -> list[SegmentWriter]:
+        return [t.segment for t in self._tables.values() if t.segment is not None and not t.segment.closed]
 
     def _forget_old_tables(self) -> None:
         # Shapes that change with every event must not fill the memory.
@@ -280,15 +282,14 @@ class Writer:
             self._check_open()
             self._write_pending()
             if fsync:
-                # The directories too, or the files might not be found after a loss of power.
+                # Directories too, or the files might be missing after a loss of power.
                 segments = [self.group / name for name in self._unsynced]
                 for file in [*segments, self.group / _group.RUNS, self.group, self.path]:
                     _sync(file)
-                live = [t.segment for t in self._tables.values() if t.segment is not None and not t.segment.closed]
-                self._unsynced = [segment.path.name for segment in live]
+                self._unsynced = [segment.path.name for segment in self._open_segments()]
 
     def close(self) -> None:
-        """Flush and end the files. Afterwards nothing can be appended; closing again does nothing."""
+        """Flush and close the files. Afterwards nothing can be appended; closing again does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -300,7 +301,7 @@ class Writer:
                         table.segment.close()
                 if self.run_names:
                     _group.write_meta(self.group, self._created, self._process, "closed", self._config)
-                else:  # nobody will miss it
+                else:  # an empty group is useless
                     _group.Group(self.group).delete()
             except _errors.StoreError as error:
                 lost = f"\n{self._pending_rows} events were not written." if self._pending_rows else ""
@@ -314,7 +315,7 @@ class Writer:
                 _open.unregister(self.flush)
 
     def __del__(self) -> None:
-        # Nothing is lost if nobody closes it. In a fork it is somebody else's to close.
+        # Nothing is lost if the user does not close it. In a fork, it is the parent's to close.
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:
             self.close()
 
@@ -323,7 +324,8 @@ class Writer:
             raise _errors.StoreError(f"the writer of {str(self.path)!r} is closed. Make a new one.")
         if os.getpid() != self._pid:
             raise _errors.StoreError(
-                f"the writer of {str(self.path)!r} belongs to the process that this is a fork of. Make a new one."
+                f"the writer of {str(self.path)!r} belongs to the process that this one was forked from. "
+                "Make a new one."
             )
 
     @property
@@ -342,13 +344,13 @@ class Writer:
         except _errors.StoreError as refused:
             if error is None:
                 raise
-            error.add_note(str(refused))  # what went wrong inside comes first
+            error.add_note(str(refused))  # the error inside the block comes first
 
 
 def _sync(file: Path) -> None:
     """Wait until a file or directory is on the disk."""
     if os.name == "nt" and file.is_dir():
-        return  # cannot be opened there
+        return  # directories cannot be opened on Windows
     try:
         descriptor = os.open(file, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
         try:
@@ -356,7 +358,7 @@ def _sync(file: Path) -> None:
         finally:
             os.close(descriptor)
     except FileNotFoundError:
-        pass  # no run was opened yet
+        pass  # no run is open yet
     except OSError as error:
         raise _errors.cannot_write(file, error, WAY_OUT) from error
 

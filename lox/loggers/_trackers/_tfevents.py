@@ -1,8 +1,8 @@
 """TensorBoard's event files, encoded with NumPy.
 
-A file is a sequence of records: a length, its checksum, a serialised `Event`, its checksum. Events of a curve differ only
-in step and value, so thousands of them are one array of bytes with one row each. The checksum, CRC-32C, is linear: a
-row's checksum is that of a common row, xor what each differing byte contributes at its place.
+A file is a sequence of records: a length, its checksum, a serialised `Event`, its checksum. Events of one curve differ
+only in step and value, so thousands of them are one array of bytes with one row each. The checksum, CRC-32C, is linear:
+a row's checksum is that of a common row, xor what each differing byte contributes at its place.
 """
 
 import struct
