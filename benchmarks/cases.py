@@ -1,4 +1,4 @@
-"""What is measured: in every case lox's version and the hand-written one stand side by side."""
+"""The cases to measure, each with lox's version and a hand-written one."""
 
 import functools
 import re
@@ -19,19 +19,19 @@ import lox
 
 
 def blocking(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """A call that ends when its results are there."""
+    """Return a call that waits for its results."""
     return lambda: jax.block_until_ready(function(*args))
 
 
 def check_same(a: Any, b: Any) -> None:
-    """Both sides must return the same, or the comparison means nothing."""
+    """Check that both sides return the same, or the comparison means nothing."""
     (a, a_logs), (b, b_logs) = a, b
     for x, y in zip(jax.tree.leaves((a, dict(a_logs))), jax.tree.leaves((b, b_logs)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 def count_instructions(function: Any, *args: Any) -> Counter[str]:
-    """How many instructions of each kind the compiled program has."""
+    """Count the instructions of the compiled program, by kind."""
     text = function.lower(*args).compile().as_text()
     return Counter(re.findall(r"= \S+ ([a-z][\w-]*)\(", text))
 
@@ -40,9 +40,9 @@ def count_instructions(function: Any, *args: Any) -> Counter[str]:
 
 
 def programs() -> Iterator[tuple[str, Callable[..., Any], Callable[..., Any], Any]]:
-    key = jax.random.key(0)
-    params, batches = training.init(key), training.data(key)
-    seeds = jax.vmap(training.init)(jax.random.split(key, training.SEEDS))
+    prng_key = jax.random.key(0)
+    params, batches = training.init(prng_key), training.data(prng_key)
+    seeds = jax.vmap(training.init)(jax.random.split(prng_key, training.SEEDS))
     spool, vmap = lox.spool, jax.vmap
     lanes = {"in_axes": (0, None)}
 
@@ -96,8 +96,8 @@ def trace_and_lower() -> Iterator[Row]:
 
 
 def nolog() -> Iterator[Row]:
-    key = jax.random.key(0)
-    args = training.init(key), training.data(key)
+    prng_key = jax.random.key(0)
+    args = training.init(prng_key), training.data(prng_key)
     removed, plain = jax.jit(lox.nolog(training.logged)), jax.jit(training.plain)
 
     # The first line of the text has the name of the function.
@@ -144,7 +144,7 @@ def dispatch() -> Iterator[Row]:
 
 
 def big_events(length: int) -> Callable[..., Any]:
-    """A loop that logs 256 floats in every iteration."""
+    """Make a loop that logs 256 floats in every iteration."""
 
     def function(x):
         def step(x, i):
@@ -158,7 +158,7 @@ def big_events(length: int) -> Callable[..., Any]:
 
 
 def memory_of(function: Any, *args: Any) -> float:
-    """Megabytes of temporaries and outputs that a compiled program needs."""
+    """Return the megabytes of temporaries and outputs of a compiled program."""
     analysis = jax.jit(function).lower(*args).compile().memory_analysis()
     return (analysis.temp_size_in_bytes + analysis.output_size_in_bytes) / 1e6
 
@@ -210,7 +210,7 @@ def logged_sum(xs):
 
 
 def called_sum(callback: Callable[..., Any], ordered: bool = False) -> Callable[..., Any]:
-    """The same with `jax.debug.callback`."""
+    """Do the same with `jax.debug.callback`."""
 
     def function(xs):
         def step(carry, x):
@@ -224,7 +224,7 @@ def called_sum(callback: Callable[..., Any], ordered: bool = False) -> Callable[
 
 
 def threaded_sum(xs):
-    """The same by hand: metrics as outputs of the scan."""
+    """Do the same by hand, with metrics as outputs of the scan."""
 
     def step(carry, x):
         carry += x
@@ -242,7 +242,7 @@ class Received:
     def one(self, logs: Any) -> None:
         self.events += 1
 
-    def block(self, logs: Any) -> None:
+    def several(self, logs: Any) -> None:
         self.events += len(logs["x"])
 
     def call(self, function: Callable[..., Any], xs: Any, events: int) -> Callable[[], None]:
@@ -266,14 +266,14 @@ def tap() -> Iterator[Row]:
         yield compare(f"tap, per event: {name}", tapped, by_callback, goal=0.2, **options)
     by_callback = got.call(jax.jit(called_sum(got.one)), xs, events)
     for size, goal in (100, 0.02), (1000, None):
-        buffered = got.call(lox.tap(jax.jit(logged_sum), got.block, buffer=size), xs, events)
+        buffered = got.call(lox.tap(jax.jit(logged_sum), got.several, buffer=size), xs, events)
         yield compare(f"tap(buffer={size}), per event: debug.callback", buffered, by_callback, goal=goal, **options)
 
 
 def tap_overhead() -> Iterator[Row]:
-    """A loop that does nothing but count: what is left is the cost of logging.
+    """Measure the cost of logging in a loop that only counts.
 
-    Unrolled too, as one writes small loops for a GPU: there an iteration of its own takes as long as starting kernels.
+    Also unrolled, as small loops for a GPU are, where every iteration costs the start of its kernels.
     """
     events = 10_000
     got, start = Received(), jnp.float32(0)
@@ -302,14 +302,14 @@ def tap_overhead() -> Iterator[Row]:
 
     for unroll in (1, 4):
         functions = [jax.jit(functools.partial(f, unroll=unroll)) for f in (logged, by_hand, called)]
-        buffered = got.call(lox.tap(functions[0], got.block, buffer=1000), start, events)
+        buffered = got.call(lox.tap(functions[0], got.several, buffer=1000), start, events)
         threaded, callback = blocking(functions[1], start), got.call(functions[2], start, events)
         name = f"tap(buffer=1000), unroll={unroll}"
         with_threaded = compare(f"{name}: by hand", buffered, threaded, goal=goal, **options)
         yield with_threaded
         with_callback = compare(f"{name}: debug.callback", buffered, callback, goal=0.05, **options)
         yield with_callback
-        # What getting the events to the host adds to a loop that returns them; noise may make it less than nothing.
+        # What sending events to the host adds to a loop that returns them; noise may make it negative.
         extra = with_threaded.lox - with_threaded.reference, with_callback.reference - with_threaded.reference
         yield Row(f"{name}, added: debug.callback", "us", max(extra[0], 0.01), extra[1], goal=0.05)
 
@@ -320,15 +320,15 @@ def tap_lanes() -> Iterator[Row]:
     many = xs + jnp.arange(lanes, dtype=jnp.float32)[:, None]
     got = Received()
     options = {"unit": "us", "count": events}
-    for name, callback, choice in ("tap", got.one, {}), ("tap(buffer=100)", got.block, {"buffer": 100}):
+    for name, callback, choice in ("tap", got.one, {}), ("tap(buffer=100)", got.several, {"buffer": 100}):
         one = got.call(jax.jit(lox.tap(logged_sum, callback, **choice)), xs, events)
         all_lanes = got.call(jax.jit(lox.tap(jax.vmap(logged_sum), callback, **choice)), many, events)
         yield compare(f"{name}, 64 lanes: one lane", all_lanes, one, goal=2.0, **options)
 
 
 def watch() -> Iterator[Row]:
-    key = jax.random.key(0)
-    args = training.init(key), training.data(key)
+    prng_key = jax.random.key(0)
+    args = training.init(prng_key), training.data(prng_key)
     watched, plain = jax.jit(lox.nolog(lox.watch(training.logged))), jax.jit(training.plain)
     yield compare("watch, run: plain", blocking(watched, *args), blocking(plain, *args))
 

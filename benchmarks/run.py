@@ -29,10 +29,10 @@ def line(row: Row) -> str:
 
 
 def use_one_core() -> int:
-    """Stay on one core, if the system lets us: work that waits for two measures the neighbours.
+    """Stay on one core if possible: work on several would measure what else the machine does.
 
-    It must happen before the first computation, when JAX starts its threads, which inherit it. With a GPU, several
-    threads of the host feed it.
+    This must come before the first computation, because JAX's threads inherit it. With a GPU, all cores are used,
+    because several threads of the host feed it.
     """
     if not shutil.which("nvidia-smi") and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -42,11 +42,11 @@ def use_one_core() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="case", help=f"out of {', '.join(CASES)}")
+    parser.add_argument("cases", nargs="*", metavar="case", help=f"one of {', '.join(CASES)}")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args()
     if unknown := set(options.cases) - set(CASES):
-        parser.error(f"no case {', '.join(sorted(unknown))}: choose out of {', '.join(CASES)}")
+        parser.error(f"no case {', '.join(sorted(unknown))}: choose from {', '.join(CASES)}")
 
     machine = {
         "cores": use_one_core(),

@@ -1,7 +1,7 @@
-"""The store beside other ways to keep logs on disk: pickle, npz, JSONL and TensorBoard's event files.
+"""The store compared with other ways to keep logs on disk: pickle, npz, JSONL and TensorBoard's event files.
 
-Every store gets the same blocks of events and is flushed after each. Stores that would take minutes to read get, and
-lox with them, fewer events: the number stands in the name of the row.
+Every store gets the same events and is flushed after each append. Stores that would take minutes to read get fewer
+events, and so does lox: the number is in the name of the row.
 """
 
 import importlib.util
@@ -27,21 +27,21 @@ FLUSHES, EVENTS, KEYS = 200, 20, 5  # events of each key in a flush
 RUN = jax.random.key(0)
 
 
-def block(start: int, events: int = EVENTS, keys: int = KEYS) -> lox.logdict:
-    """Some events of each key."""
+def make_logs(start: int, events: int = EVENTS, keys: int = KEYS) -> lox.logdict:
+    """Make some events of each key."""
     steps = np.arange(start, start + events)
     logs = lox.logdict({f"key{i}": np.sin(steps + i).astype(np.float32) for i in range(keys)})
     logs.steps = {"step": dict.fromkeys(logs, steps)}
-    logs._layouts = dict.fromkeys(logs, Layout(True, ((),), (1,), (("step", ()),)))  # as `spool` and `tap` give them
+    logs._layouts = dict.fromkeys(logs, Layout(True, ((),), (1,), (("step", ()),)))  # as from `spool` and `tap`
     return logs
 
 
-# --- the stores: each appends blocks of one run, and reads one key of it back ---------------------
+# --- the stores: each appends events of one run, and reads one key back ---------------------------
 
 
 class Lox:
-    def __init__(self, path: Path):
-        self.path, self.writer = path, Writer(path)
+    def __init__(self, folder: Path):
+        self.folder, self.writer = folder, Writer(folder)
         self.run = self.writer.open_run(key_data=jax.random.key_data(RUN))
 
     def append(self, logs: lox.logdict) -> None:
@@ -52,19 +52,19 @@ class Lox:
         self.writer.close()
 
     def read(self, key: str) -> np.ndarray:
-        return lox.load(self.path, argnames=key)[key]
+        return lox.load(self.folder, argnames=key)[key]
 
 
 class Pickle:
-    """The whole file is written again at each append."""
+    """Writes the whole file again at each append."""
 
-    def __init__(self, path: Path):
-        self.file, self.blocks = path / "logs.pkl", []
+    def __init__(self, folder: Path):
+        self.file, self.appended = folder / "logs.pkl", []
 
     def append(self, logs: lox.logdict) -> None:
-        self.blocks.append((dict(logs), logs.steps))
+        self.appended.append((dict(logs), logs.steps))
         with open(self.file, "wb") as file:
-            pickle.dump(self.blocks, file)
+            pickle.dump(self.appended, file)
 
     def close(self) -> None:
         pass
@@ -75,28 +75,28 @@ class Pickle:
 
 
 class Npz:
-    """One file for each append."""
+    """Writes one file per append."""
 
-    def __init__(self, path: Path):
-        self.path, self.number = path, 0
+    def __init__(self, folder: Path):
+        self.folder, self.number = folder, 0
 
     def append(self, logs: lox.logdict) -> None:
-        np.savez(self.path / f"{self.number:06d}.npz", step=logs.steps["step"]["key0"], **logs)
+        np.savez(self.folder / f"{self.number:06d}.npz", step=logs.steps["step"]["key0"], **logs)
         self.number += 1
 
     def close(self) -> None:
         pass
 
     def read(self, key: str) -> np.ndarray:
-        return np.concatenate([np.load(file)[key] for file in sorted(self.path.glob("*.npz"))])
+        return np.concatenate([np.load(file)[key] for file in sorted(self.folder.glob("*.npz"))])
 
 
 class Jsonl:
-    """One line for each event."""
+    """Writes one line per event."""
 
-    def __init__(self, path: Path):
-        self.path = path / "logs.jsonl"
-        self.file = open(self.path, "w")  # noqa: SIM115
+    def __init__(self, folder: Path):
+        self.folder = folder / "logs.jsonl"
+        self.file = open(self.folder, "w")  # noqa: SIM115
 
     def append(self, logs: lox.logdict) -> None:
         columns = {"step": logs.steps["step"]["key0"].tolist(), **{key: x.tolist() for key, x in logs.items()}}
@@ -108,15 +108,15 @@ class Jsonl:
         self.file.close()
 
     def read(self, key: str) -> np.ndarray:
-        with open(self.path) as file:
+        with open(self.folder) as file:
             return np.asarray([json.loads(line)[key] for line in file], np.float32)
 
 
 class TensorBoard:
-    def __init__(self, path: Path):
+    def __init__(self, folder: Path):
         from tensorboard.summary import Writer as EventWriter
 
-        self.path, self.writer = path, EventWriter(str(path))
+        self.folder, self.writer = folder, EventWriter(str(folder))
 
     def append(self, logs: lox.logdict) -> None:
         steps = logs.steps["step"]["key0"].tolist()
@@ -132,8 +132,8 @@ class TensorBoard:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.util.tensor_util import make_ndarray
 
-        found = EventAccumulator(str(self.path), size_guidance={"tensors": 0, "scalars": 0}).Reload()
-        return np.asarray([make_ndarray(event.tensor_proto) for event in found.Tensors(key)])
+        events = EventAccumulator(str(self.folder), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+        return np.asarray([make_ndarray(event.tensor_proto) for event in events.Tensors(key)])
 
 
 PEERS: dict[str, Callable[[Path], Any]] = {"pickle": Pickle, "npz": Npz, "JSONL": Jsonl}
@@ -150,43 +150,43 @@ class Directory:
     """A temporary directory with a subdirectory for each store."""
 
     def __enter__(self) -> "Directory":
-        self.path = Path(tempfile.mkdtemp())
+        self.folder = Path(tempfile.mkdtemp())
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.path)
+        shutil.rmtree(self.folder)
 
     def open(self, name: str) -> Any:
-        path = self.path / name
-        path.mkdir()
-        return Lox(path) if name.startswith("lox") else PEERS[name](path)
+        folder = self.folder / name
+        folder.mkdir()
+        return Lox(folder) if name.startswith("lox") else PEERS[name](folder)
 
 
 # --- appending -----------------------------------------------------------------------------------
 
 
 def append() -> Iterator[Row]:
-    """What a flush costs, and whether it costs more and more."""
+    """Measure what a flush costs, and whether flushes get slower."""
     note_what_is_missing()
     tenth = FLUSHES // 10
     for name in ("lox", *PEERS):
-        # In pairs: TensorBoard's threads would slow down everyone else.
+        # In pairs, because TensorBoard's threads slow down all others.
         times = flush_times({"lox", name})
         last, first = (statistics.median(part) * 1e6 for part in (times[name][-tenth:], times[name][:tenth]))
         yield Row(f"store, last / first flushes: {name}", "us", last, first, 1.5 if name == "lox" else None)
         if name != "lox":
-            ours, theirs = (statistics.median(times[which]) * 1e6 for which in ("lox", name))
-            yield Row(f"store, one flush: {name}", "us", ours, theirs)
+            medians = (statistics.median(times[which]) * 1e6 for which in ("lox", name))
+            yield Row(f"store, one flush: {name}", "us", *medians)
 
 
 def flush_times(names: set[str]) -> dict[str, np.ndarray]:
-    """The time of each flush, the best of some runs; the stores take turns."""
+    """Return the time of each flush, the best of several rounds in which the stores take turns."""
     times = {name: np.full(FLUSHES, np.inf) for name in names}
     for _ in range(5):
         with Directory() as directory:
             stores = {name: directory.open(name) for name in names}
             for i in range(FLUSHES):
-                logs = block(i * EVENTS)
+                logs = make_logs(i * EVENTS)
                 for name, store in stores.items():
                     start = time.perf_counter()
                     store.append(logs)
@@ -202,21 +202,21 @@ READ_EVENTS = {"pickle": 2_000_000, "npz": 2_000_000, "JSONL": 200_000, "TensorB
 
 
 def read() -> Iterator[Row]:
-    """All events of a run with one key."""
+    """Read all events of a run with one key."""
     note_what_is_missing()
     for name in PEERS:
         events = READ_EVENTS[name]
         with Directory() as directory:
             stores = {which: directory.open(which) for which in ("lox", name)}
             for start in range(0, events, events // 20):
-                logs = block(start, events // 20, keys=1)
+                logs = make_logs(start, events // 20, keys=1)
                 for store in stores.values():
                     store.append(logs)
             for store in stores.values():
                 store.close()
-            ours, theirs = (store.read("key0") for store in stores.values())
-            np.testing.assert_array_equal(ours, theirs)
-            assert len(ours) == events
+            lox_values, peer_values = (store.read("key0") for store in stores.values())
+            np.testing.assert_array_equal(lox_values, peer_values)
+            assert len(lox_values) == events
             calls = [lambda store=store: store.read("key0") for store in stores.values()]
             yield compare(f"store, read {events:,}: {name}", *calls)
 
@@ -226,29 +226,29 @@ RUN_STEPS = {"pickle": 1000, "npz": 1000, "JSONL": 100, "TensorBoard": 100}
 
 
 def read_one() -> Iterator[Row]:
-    """One key of one run among many, which were written together."""
+    """Read one key of one run among many that were written together."""
     note_what_is_missing()
-    keys, run, chosen = jax.random.split(RUN, LANES), LANES // 2, "key3"
+    prng_keys, run, chosen = jax.random.split(RUN, LANES), LANES // 2, "key3"
     for name in PEERS:
         steps = np.arange(RUN_STEPS[name])
         lanes = np.arange(1, LANES + 1)[:, None]
         values = {f"key{i}": np.sin(steps * lanes + i).astype(np.float32) for i in range(KEYS)}
         with Directory() as directory:
-            path = directory.path / "lox"
-            write_lanes(path, keys, values)
-            theirs = LANES_OF[name](directory.path, values, run, chosen)
+            folder = directory.folder / "lox"
+            write_lanes(folder, prng_keys, values)
+            read_peer = LANES_OF[name](directory.folder, values, run, chosen)
 
-            def ours(path: Path = path) -> np.ndarray:
-                return lox.load(path, keys[run], argnames=chosen)[chosen]
+            def read_lox(folder: Path = folder) -> np.ndarray:
+                return lox.load(folder, prng_keys[run], argnames=chosen)[chosen]
 
-            np.testing.assert_array_equal(ours(), theirs())
-            yield compare(f"store, 1 of {LANES} runs × {len(steps)}: {name}", ours, theirs, seconds=2)
+            np.testing.assert_array_equal(read_lox(), read_peer())
+            yield compare(f"store, 1 of {LANES} runs × {len(steps)}: {name}", read_lox, read_peer, seconds=2)
 
 
-def write_lanes(path: Path, keys: Any, values: dict[str, np.ndarray]) -> None:
-    """As `vmap(spool(f))` returns them: lanes, then events; ten at a time."""
-    with Writer(path) as writer:
-        numbers = writer.open_runs(key_data=jax.random.key_data(keys))
+def write_lanes(folder: Path, prng_keys: Any, values: dict[str, np.ndarray]) -> None:
+    """Write lanes, then events, as `vmap(spool(f))` returns them, ten events at a time."""
+    with Writer(folder) as writer:
+        numbers = writer.open_runs(key_data=jax.random.key_data(prng_keys))
         for start in range(0, values["key0"].shape[1], 10):
             logs = lox.logdict({key: x[:, start : start + 10] for key, x in values.items()})
             steps = np.broadcast_to(np.arange(start, start + 10), (LANES, 10))
@@ -257,34 +257,34 @@ def write_lanes(path: Path, keys: Any, values: dict[str, np.ndarray]) -> None:
             writer.append(numbers, logs)
 
 
-def pickled_lanes(path: Path, values: dict[str, np.ndarray], run: int, key: str) -> Callable[[], np.ndarray]:
-    (path / "all.pkl").write_bytes(pickle.dumps(values))
-    return lambda: pickle.loads((path / "all.pkl").read_bytes())[key][run]
+def pickled_lanes(folder: Path, values: dict[str, np.ndarray], run: int, key: str) -> Callable[[], np.ndarray]:
+    (folder / "all.pkl").write_bytes(pickle.dumps(values))
+    return lambda: pickle.loads((folder / "all.pkl").read_bytes())[key][run]
 
 
-def npz_lanes(path: Path, values: dict[str, np.ndarray], run: int, key: str) -> Callable[[], np.ndarray]:
+def npz_lanes(folder: Path, values: dict[str, np.ndarray], run: int, key: str) -> Callable[[], np.ndarray]:
     for start in range(0, values[key].shape[1], 10):
-        np.savez(path / f"{start:06d}.npz", **{k: x[:, start : start + 10] for k, x in values.items()})
-    return lambda: np.concatenate([np.load(file)[key][run] for file in sorted(path.glob("*.npz"))])
+        np.savez(folder / f"{start:06d}.npz", **{k: x[:, start : start + 10] for k, x in values.items()})
+    return lambda: np.concatenate([np.load(file)[key][run] for file in sorted(folder.glob("*.npz"))])
 
 
-def jsonl_lanes(path: Path, values: dict[str, np.ndarray], run: int, key: str) -> Callable[[], np.ndarray]:
-    with open(path / "all.jsonl", "w") as file:
+def jsonl_lanes(folder: Path, values: dict[str, np.ndarray], run: int, key: str) -> Callable[[], np.ndarray]:
+    with open(folder / "all.jsonl", "w") as file:
         for i in range(values[key].shape[1]):
             for lane in range(LANES):
                 line = {"run": lane, "step": i, **{k: float(x[lane, i]) for k, x in values.items()}}
                 file.write(json.dumps(line) + "\n")
 
     def read() -> np.ndarray:
-        with open(path / "all.jsonl") as file:
+        with open(folder / "all.jsonl") as file:
             return np.asarray([line[key] for line in map(json.loads, file) if line["run"] == run], np.float32)
 
     return read
 
 
-def board_lanes(path: Path, values: dict[str, np.ndarray], run: int, key: str) -> Callable[[], np.ndarray]:
-    # It has a directory for each run: the other 1023 do not matter to it.
-    board = TensorBoard(path / "board")
+def board_lanes(folder: Path, values: dict[str, np.ndarray], run: int, key: str) -> Callable[[], np.ndarray]:
+    # TensorBoard has a directory for each run, so the other 1023 do not matter.
+    board = TensorBoard(folder / "board")
     logs = lox.logdict({k: x[run] for k, x in values.items()})
     logs.steps = {"step": {k: np.arange(len(x)) for k, x in logs.items()}}
     board.append(logs)

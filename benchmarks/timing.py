@@ -18,7 +18,7 @@ class Row:
     lox: float
     reference: float
     goal: float | None = None  # the ratio not to exceed
-    equal: bool | None = None  # or, where the two must be the same: whether they are
+    equal: bool | None = None  # whether they are the same, where they must be
 
     @property
     def ratio(self) -> float:
@@ -44,11 +44,11 @@ def compare(
     seconds: float = 4.0,
     between: Callable[[], Any] = lambda: None,
 ) -> Row:
-    """Time both in turns for a while; each number is the best of its turns.
+    """Time both in turns for a while, and keep the best turn of each.
 
-    Noise only ever adds time, so the best turn is the one that was disturbed least. A turn calls
-    the function `number` times; a call stands for `count` events, if the time of one is wanted.
-    `between` is called after each turn, and is not timed.
+    Noise only adds time, so the best turn is the one disturbed least. A turn calls the function
+    `number` times; with `count` events per call, the result is the time of one event. `between` is
+    called after each turn, and is not timed.
     """
     best = {lox: float("inf"), reference: float("inf")}
     for function in best:

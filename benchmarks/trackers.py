@@ -1,6 +1,6 @@
-"""Loggers beside the clients that they stand for: what a number costs, and how long a training waits for them.
+"""Loggers compared with their clients: the cost of a number, and how long a training waits for them.
 
-Clients write to this machine. Whoever is not installed is left out.
+Clients write to this machine. Those that are not installed are left out.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from storage import block
+from storage import make_logs
 from timing import Row, compare
 
 import lox
@@ -46,7 +46,7 @@ ByHand = tuple[Callable[[], Any], Callable[[], Any]]  # what is timed, and the e
 
 
 def rows(logs: lox.logdict) -> Iterator[tuple[int, dict[str, float]]]:
-    """Event by event, as a callback gets them."""
+    """Yield event by event, as a callback gets them."""
     columns = {key: x.tolist() for key, x in logs.items()}
     for step, *values in zip(logs.steps["step"]["key0"].tolist(), *columns.values(), strict=True):
         yield step, dict(zip(columns, values, strict=True))
@@ -93,7 +93,7 @@ def wandb_by_hand(folder: str, logs: lox.logdict) -> ByHand:
     run = wandb.init(mode="offline", dir=folder, project="bench", reinit="create_new", settings=settings)
 
     def write() -> None:
-        for _, values in rows(logs):  # steps of its own, since ours begin anew at every turn
+        for _, values in rows(logs):  # without steps, which would start again at every turn
             run.log(values)
 
     return write, run.finish
@@ -131,7 +131,7 @@ def mlflow_by_hand(folder: str, logs: lox.logdict) -> ByHand:
 def trackio_by_hand(folder: str, logs: lox.logdict) -> ByHand:
     import trackio
 
-    # In a context of its own, or the next one would end it.
+    # In a context of its own, or the next `init` would end the run.
     start = functools.partial(trackio.init, project=f"bench-{os.path.basename(folder)}", **TRACKIO)
     run = contextvars.Context().run(start)
 
@@ -167,8 +167,8 @@ class Tracker:
     by_hand: Callable[[str, lox.logdict], ByHand]
     events: int  # at once
     client: tuple[str, ...] = ()  # what has to be installed
-    goal: float | None = None  # of the time of a number, beside that of the client
-    needs_client: bool = True  # the logger too, and not only what is done by hand
+    goal: float | None = None  # the ratio to the client's time
+    needs_client: bool = True  # for the logger too, and not only by hand
 
     def can(self, by_hand: bool) -> bool:
         return not (by_hand or self.needs_client) or all(importlib.util.find_spec(module) for module in self.client)
@@ -195,7 +195,7 @@ TRACKERS = [
 
 @contextlib.contextmanager
 def in_a_folder() -> Iterator[str]:
-    """Where clients write; it is gone afterwards, as is the program when another client begins."""
+    """Make a temporary folder for clients to write to."""
     folder = tempfile.mkdtemp(prefix="lox-bench-")
     os.environ["NEPTUNE_DATA_DIRECTORY"] = folder
     os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp(prefix="lox-bench-"))  # read once, by its import
@@ -207,7 +207,7 @@ def in_a_folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without what clients have to say."""
+    """Hide what clients print."""
     for name in ("neptune", "mlflow"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -216,19 +216,19 @@ def quietly() -> Iterator[None]:
 
 def throughput() -> Iterator[Row]:
     for tracker in [tracker for tracker in TRACKERS if tracker.can(by_hand=True)]:
-        logs = block(0, tracker.events, KEYS)
+        logs = make_logs(0, tracker.events, KEYS)
         with in_a_folder() as folder:
             with quietly():
                 logger = tracker.make(f"{folder}/lox")
                 state = logger.init(jax.random.key(0))
                 by_hand, end = tracker.by_hand(folder, logs)
 
-            def ours(logger: lox.Logger = logger, state: Any = state, logs: lox.logdict = logs) -> None:
+            def with_lox(logger: lox.Logger = logger, state: Any = state, logs: lox.logdict = logs) -> None:
                 logger.log(state, logs)
                 logger.flush()
 
             name = f"{tracker.name}, {tracker.events:,} × {KEYS}: by hand"
-            yield compare(name, ours, by_hand, unit="us", count=tracker.events * KEYS, goal=tracker.goal, seconds=2)
+            yield compare(name, with_lox, by_hand, unit="us", count=tracker.events * KEYS, goal=tracker.goal, seconds=2)
             with quietly():
                 logger.close()
                 end()
@@ -240,28 +240,28 @@ SEEDS, STEPS, BUFFER, TURNS = 8, 200, 100, 8
 WIDTH = 16
 
 
-def training(key: Any) -> Any:
-    """Several milliseconds of work per step for eight seeds, three metrics, as in a small experiment.
+def training(prng_key: Any) -> Any:
+    """Do several milliseconds of work per step for eight seeds, with three metrics, as in a small experiment.
 
-    In pieces so small that XLA leaves them to one thread. With more, it would compete with the logger for the cores,
-    which a training on an accelerator does not.
+    Matrices are so small that XLA uses one thread. With more, it would compete with the logger for the cores, unlike a
+    training on an accelerator.
     """
 
-    pieces = 3000 if jax.default_backend() == "cpu" else 300
+    products = 3000 if jax.default_backend() == "cpu" else 300
 
     def step(w: Any, i: Any) -> Any:
-        y = jax.lax.fori_loop(0, pieces, lambda _, y: jnp.tanh(y @ w), jnp.eye(WIDTH))
+        y = jax.lax.fori_loop(0, products, lambda _, y: jnp.tanh(y @ w), jnp.eye(WIDTH))
         w = w - 0.01 * (y.T @ y) / WIDTH
         lox.log({"loss": jnp.mean(y**2), "norm": jnp.sum(w**2), "max": jnp.max(y)}, step=i)
         return w, None
 
-    w = jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5
+    w = jax.random.normal(prng_key, (WIDTH, WIDTH)) / WIDTH**0.5
     return jax.lax.scan(step, w, jnp.arange(STEPS))[0]
 
 
 @contextlib.contextmanager
 def other_cores() -> Iterator[None]:
-    """For threads that are started meanwhile. The training is on one core, as an accelerator would be elsewhere."""
+    """Start threads on the other cores: the training has one core to itself, as it would have an accelerator."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -274,8 +274,8 @@ def other_cores() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-class Held:
-    """Adds up the time for which callbacks, and the program with them, wait for a logger."""
+class WaitingTime:
+    """Adds up the time that callbacks, and so the program, wait for a logger."""
 
     def __init__(self, logger: lox.Logger):
         self.seconds, self._receive = 0.0, logger._pipeline.receive_tap
@@ -288,8 +288,8 @@ class Held:
 
 
 def held_up() -> Iterator[Row]:
-    """A loop with a logger, beside the same loop without logs. What is left in the queue is not timed."""
-    keys = jax.random.split(jax.random.key(0), SEEDS)
+    """Compare a loop with a logger to the same loop without logs. What remains in the queue is not timed."""
+    prng_keys = jax.random.split(jax.random.key(0), SEEDS)
     plain = jax.jit(jax.vmap(lox.nolog(training)))
     loggers = [(tracker.name, tracker.make) for tracker in TRACKERS if tracker.can(by_hand=False)]
     if importlib.util.find_spec("wandb"):
@@ -298,32 +298,32 @@ def held_up() -> Iterator[Row]:
         with in_a_folder() as folder:
             with quietly(), other_cores():
                 logger = make(f"{folder}/lox")
-                states = jax.vmap(logger.init)(keys)
+                states = jax.vmap(logger.init)(prng_keys)
                 first = jax.tree.map(lambda x: x[0], states)
-            held = Held(logger)
+            waiting = WaitingTime(logger)
             tapped = jax.jit(
-                jax.vmap(lambda state, key, tap=logger.tap: tap(training, state, buffer=BUFFER)(key)),
+                jax.vmap(lambda state, prng_key, tap=logger.tap: tap(training, state, buffer=BUFFER)(prng_key)),
             )
-            np.testing.assert_allclose(tapped(states, keys), plain(keys), rtol=1e-5)
+            np.testing.assert_allclose(tapped(states, prng_keys), plain(prng_keys), rtol=1e-5)
             best = {"lox": float("inf"), "reference": float("inf")}
-            calls = {"lox": lambda f=tapped, s=states: f(s, keys), "reference": lambda: plain(keys)}
+            calls = {"lox": lambda f=tapped, s=states: f(s, prng_keys), "reference": lambda: plain(prng_keys)}
             shares = []
             for turn in range(TURNS):
                 for which in sorted(calls, reverse=bool(turn % 2)):
                     with other_cores():
-                        # Starts the writer's thread from here. Started from a callback, it would stay on the one core.
+                        # Starts the writer's thread here. Started from a callback, it would stay on the one core.
                         logger.log(first, {"turn": turn})
                         logger.flush()
-                    held.seconds = 0.0
+                    waiting.seconds = 0.0
                     start = time.perf_counter()
                     jax.block_until_ready(calls[which]())
                     elapsed = time.perf_counter() - start
-                    logger.flush()  # not counted: the program has what it wants
+                    logger.flush()  # not timed, because the program has its results
                     best[which] = min(best[which], elapsed)
-                    shares += [(elapsed, elapsed - held.seconds)] if which == "lox" else []
+                    shares += [(elapsed, elapsed - waiting.seconds)] if which == "lox" else []
             milliseconds = [1e3 * best[which] / STEPS for which in ("lox", "reference")]
             yield Row(f"{name}, 8 runs, tap(buffer={BUFFER}): no logs", "ms", *milliseconds, goal=1.03)
-            # The same without the noise of two runs: how long the program waited for the logger to take its events.
+            # The same without the noise of two measurements: how long the program waited for the logger.
             milliseconds = [1e3 * mean / STEPS for mean in np.mean(shares, 0)]
             yield Row(f"{name}, 8 runs: less waiting", "ms", *milliseconds, goal=1.03)
             with quietly():

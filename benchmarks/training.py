@@ -1,8 +1,8 @@
 """The program that is measured: a small MLP trained with SGD, three metrics per step.
 
-Three times the same: logged with lox, with the metrics threaded through by hand, and with none.
-The functions inside are made anew at every trace: JAX caches the jaxpr of a loop's body by the
-identity of its function, and tracing would otherwise be measured once and never again.
+It comes in three versions: logged with lox, with metrics threaded through by hand, and without
+metrics. Inner functions are made at every trace: JAX caches the jaxpr of a loop's body by the
+identity of its function, so tracing would otherwise be measured only once.
 """
 
 import itertools
@@ -16,16 +16,16 @@ SIZES = (16, 64, 64, 4)
 BATCH, STEPS, EPOCHS, SEEDS = 32, 50, 4, 8
 
 
-def init(key):
+def init(prng_key):
     layers = []
     for n_in, n_out in itertools.pairwise(SIZES):
-        key, sub = jax.random.split(key)
-        layers.append((jax.random.normal(sub, (n_in, n_out)) / n_in**0.5, jnp.zeros(n_out)))
+        prng_key, layer_key = jax.random.split(prng_key)
+        layers.append((jax.random.normal(layer_key, (n_in, n_out)) / n_in**0.5, jnp.zeros(n_out)))
     return layers
 
 
-def data(key):
-    x = jax.random.normal(key, (STEPS, BATCH, SIZES[0]))
+def data(prng_key):
+    x = jax.random.normal(prng_key, (STEPS, BATCH, SIZES[0]))
     return x, jnp.argmax(x[..., : SIZES[-1]], -1)
 
 
@@ -47,7 +47,7 @@ def norm(grads):
     return jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
 
 
-# --- with lox: each metric is logged where it is known -------------------------------------------
+# --- with lox: each metric is logged where it is computed ----------------------------------------
 
 
 def logged(params, batches):
@@ -88,7 +88,7 @@ def by_hand_nested(params, batches):
     return params, jax.tree.map(jnp.concatenate, metrics)  # one axis of events, as with lox
 
 
-# --- without: `logged`, its log lines deleted ----------------------------------------------------
+# --- without: `logged` with its log lines deleted ------------------------------------------------
 
 
 def plain(params, batches):

@@ -1,8 +1,8 @@
-"""Train eight small networks at once, and see what they do: `make demo`.
+"""Train eight small networks at once, and look at their logs: `make demo`.
 
 The training is plain JAX: eight seeds under `vmap`, a loop of steps inside a loop of rounds, all of
-it compiled. Metrics are logged where they are known and passed through nothing. The same function
-is then run four ways: with its logs returned, streamed, saved as one run per seed, and with none.
+it compiled. Metrics are logged where they are computed, without passing them through. The same
+function is then called four ways: logs are returned, streamed, saved as one run per seed, removed.
 """
 
 import itertools
@@ -17,11 +17,11 @@ import lox
 SEEDS, ROUNDS, STEPS, BATCH = 8, 10, 100, 64
 
 
-# --- The training: two intertwined spirals, to be told apart by a network of 32 × 32 units -------
+# --- The training: a network of 32 × 32 units learns to tell two spirals apart -------------------
 
 
-def spirals(key, n):
-    label_key, turn_key, noise_key = jax.random.split(key, 3)
+def spirals(prng_key, n):
+    label_key, turn_key, noise_key = jax.random.split(prng_key, 3)
     label = jax.random.bernoulli(label_key, shape=(n,)).astype(jnp.int32)
     turn = 0.25 + 1.5 * jax.random.uniform(turn_key, (n,))
     angle = 2 * jnp.pi * (turn + label / 2)
@@ -29,12 +29,12 @@ def spirals(key, n):
     return x + 0.1 * jax.random.normal(noise_key, (n, 2)), label
 
 
-def init(key):
+def init(prng_key):
     sizes = (2, 32, 32, 2)
-    keys = jax.random.split(key, len(sizes) - 1)
+    prng_keys = jax.random.split(prng_key, len(sizes) - 1)
     return [
         (jax.random.normal(k, (i, o)) * (2 / i) ** 0.5, jnp.zeros(o))
-        for k, (i, o) in zip(keys, itertools.pairwise(sizes), strict=True)
+        for k, (i, o) in zip(prng_keys, itertools.pairwise(sizes), strict=True)
     ]
 
 
@@ -54,9 +54,9 @@ def loss(params, batch, step):
     return value
 
 
-def train(key):
+def train(prng_key):
     """Train one network with SGD, from its seed."""
-    init_key, data_key, test_key = jax.random.split(key, 3)
+    init_key, data_key, test_key = jax.random.split(prng_key, 3)
     params = init(init_key)
     test_x, test_label = spirals(test_key, 500)
 
@@ -78,7 +78,7 @@ def train(key):
 train_all = jax.vmap(train)
 
 
-# --- What becomes of the logs --------------------------------------------------------------------
+# --- What to do with the logs --------------------------------------------------------------------
 
 
 def title(text):
@@ -86,15 +86,15 @@ def title(text):
 
 
 def curve(values, width=20):
-    """Values as a line of bars, each the mean of a stretch of them."""
+    """Draw values as a line of bars, each the mean of several."""
     heights = np.array([part.mean() for part in np.array_split(np.asarray(values), width)])
     scaled = (heights - heights.min()) / max(np.ptp(heights), 1e-9)
     return "".join("▁▂▃▄▅▆▇█"[int(7 * h)] for h in scaled)
 
 
-def return_logs(keys):
+def return_logs(prng_keys):
     title("spool: the logs come back beside the result")
-    params, logs = jax.jit(lox.spool(train_all))(keys)
+    params, logs = jax.jit(lox.spool(train_all))(prng_keys)
     for key in logs:
         print(f"{key:<14} {logs[key].shape[0]:>5} events × {logs[key].shape[1]} seeds")
 
@@ -103,18 +103,18 @@ def return_logs(keys):
     names = ["loss", "accuracy", "grad_norm", "test/accuracy"]
     table = []
     for seed in range(SEEDS):
-        one = logs.lane(seed)
-        # The mean of the last round, but the last event itself of what is logged once a round.
-        final = one.filter(names[:3]).slice[-STEPS:].reduce("mean")
-        final |= one.filter("test/*").reduce("last")
+        lane = logs.lane(seed)
+        # The mean over the last round, or the last event of what is logged once per round.
+        final = lane.filter(names[:3]).slice[-STEPS:].reduce("mean")
+        final |= lane.filter("test/*").reduce("last")
         table.append([float(final[name]) for name in names])
-        print(line.format(seed, *table[-1]), "", curve(one["loss"]))
+        print(line.format(seed, *table[-1]), "", curve(lane["loss"]))
     print(line.format("mean", *np.mean(table, 0)))
     print(line.format("+/-", *np.std(table, 0)))
     return params
 
 
-def stream_logs(keys):
+def stream_logs(prng_keys):
     title("tap: the logs arrive while the training runs, all seeds in one call")
 
     def show(logs):
@@ -125,21 +125,21 @@ def stream_logs(keys):
             flush=True,
         )
 
-    # The steps log too; what is wanted here is the one log of the outer loop.
-    lox.tap(jax.jit(train_all), show, argnames="test/*")(keys)
+    # The steps log too, but only the log of the outer loop is wanted here.
+    lox.tap(jax.jit(train_all), show, argnames="test/*")(prng_keys)
 
 
-def save_logs(keys):
+def save_logs(prng_keys):
     title("SaveLogger: one run per seed, on disk")
     with tempfile.TemporaryDirectory() as directory:
         with lox.SaveLogger(directory) as logger:
 
             @jax.jit
             @jax.vmap
-            def train_and_save(key):
-                return logger.tap(train, logger.init(key), buffer=STEPS)(key)
+            def train_and_save(prng_key):
+                return logger.tap(train, logger.init(prng_key), buffer=STEPS)(prng_key)
 
-            train_and_save(keys)
+            train_and_save(prng_keys)
         for run in lox.runs(directory):
             logs = lox.load(directory, run.key, argnames="test/*")
             last = logs.reduce("last")
@@ -147,25 +147,25 @@ def save_logs(keys):
             print(f"run {run.name:<20} test accuracy {accuracy:.3f} at step {step}")
 
 
-def remove_logs(keys, params):
+def remove_logs(prng_keys, params):
     title("nolog: the logs are gone, and so is their cost")
     silent = jax.jit(lox.nolog(train_all))
     for name, function in ("with logs", jax.jit(train_all)), ("nolog", silent):
-        calls = function.lower(keys).as_text().count("callback")
+        calls = function.lower(prng_keys).as_text().count("callback")
         print(f"{name:<10} {calls} calls from the compiled program to Python")
-    pairs = zip(jax.tree.leaves(silent(keys)), jax.tree.leaves(params), strict=True)
+    pairs = zip(jax.tree.leaves(silent(prng_keys)), jax.tree.leaves(params), strict=True)
     difference = max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs)
     print(f"largest difference to the parameters that spool gave: {difference:g}")
 
 
 def main():
-    keys = jax.random.split(jax.random.key(0), SEEDS)
+    prng_keys = jax.random.split(jax.random.key(0), SEEDS)
     platform = jax.devices()[0].platform
     print(f"{SEEDS} seeds × {ROUNDS * STEPS} steps on {platform}, JAX {jax.__version__}")
-    params = return_logs(keys)
-    stream_logs(keys)
-    save_logs(keys)
-    remove_logs(keys, params)
+    params = return_logs(prng_keys)
+    stream_logs(prng_keys)
+    save_logs(prng_keys)
+    remove_logs(prng_keys, params)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""PPO with eight seeds, each a run of Neptune: `python examples/neptune_ppo.py`.
+"""PPO with eight seeds, each a Neptune run: `python examples/neptune_ppo.py`.
 
-Runs are offline, under `.neptune/offline`: the hosted service of Neptune ended in March 2026. `lox.neptune` is used as
-its client would be, but inside of the compiled and mapped program.
+Runs are offline, under `.neptune/offline`, because Neptune's hosted service ended in March 2026. `lox.neptune` is used
+like Neptune's client, but inside the compiled and mapped program.
 """
 
 import functools
@@ -16,17 +16,17 @@ import lox.neptune
 
 @jax.jit
 @jax.vmap
-def train_and_log(key, learning_rate):
-    run = lox.neptune.init(key, config={"learning_rate": learning_rate}, tags=["ppo"])
-    params, logs = lox.spool(functools.partial(train, key))(learning_rate)
+def train_and_log(prng_key, learning_rate):
+    run = lox.neptune.init(prng_key, config={"learning_rate": learning_rate}, tags=["ppo"])
+    params, logs = lox.spool(functools.partial(train, prng_key))(learning_rate)
     lox.neptune.log(run, logs, prefix="train/")
     lox.neptune.finish(run)
     return params
 
 
 def main():
-    keys = jax.random.split(jax.random.key(0), SEEDS)
-    jax.block_until_ready(train_and_log(keys, jnp.geomspace(1e-3, 1e-2, SEEDS)))
+    prng_keys = jax.random.split(jax.random.key(0), SEEDS)
+    jax.block_until_ready(train_and_log(prng_keys, jnp.geomspace(1e-3, 1e-2, SEEDS)))
     lox.neptune.flush()
 
 

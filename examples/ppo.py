@@ -1,7 +1,7 @@
 """PPO on a cart with a pole, in plain JAX: the training that the examples of trackers share.
 
-Everything is compiled, and everything is logged where it is known: the return in the rollout, losses in the loss
-function, gradients where they are taken. `train` has no idea where its logs go.
+Everything is compiled, and everything is logged where it is computed: episode lengths in the training loop, losses in
+the loss function, gradients where they are taken. `train` does not know where its logs go.
 """
 
 import itertools
@@ -18,8 +18,8 @@ DISCOUNT, TRACE, CLIP = 0.99, 0.95, 0.2
 # --- the environment -----------------------------------------------------------------------------
 
 
-def env_step(key, state, action):
-    """One step of 20 ms: position, velocity, angle and its velocity. An episode ends when the pole has fallen."""
+def env_step(prng_key, state, action):
+    """Simulate 20 ms of position, velocity, angle and its velocity. An episode ends when the pole has fallen."""
     x, dx, angle, d_angle = state
     force = jnp.where(action == 1, 10.0, -10.0)
     swing = (force + 0.05 * d_angle**2 * jnp.sin(angle)) / 1.1
@@ -27,22 +27,22 @@ def env_step(key, state, action):
     ddx = swing - 0.05 * dd_angle * jnp.cos(angle) / 1.1
     moved = jnp.stack([x + 0.02 * dx, dx + 0.02 * ddx, angle + 0.02 * d_angle, d_angle + 0.02 * dd_angle])
     fallen = (jnp.abs(moved[0]) > 2.4) | (jnp.abs(moved[2]) > 0.2)
-    return jnp.where(fallen, env_reset(key), moved), fallen
+    return jnp.where(fallen, env_reset(prng_key), moved), fallen
 
 
-def env_reset(key):
-    return jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05)
+def env_reset(prng_key):
+    return jax.random.uniform(prng_key, (4,), minval=-0.05, maxval=0.05)
 
 
 # --- the agent -----------------------------------------------------------------------------------
 
 
-def init(key):
+def init(prng_key):
     sizes = (4, 32, 32, 3)  # two actions, and the value
-    keys = jax.random.split(key, len(sizes) - 1)
+    prng_keys = jax.random.split(prng_key, len(sizes) - 1)
     return [
         (jax.random.normal(k, (i, o)) * (1 / i) ** 0.5, jnp.zeros(o))
-        for k, (i, o) in zip(keys, itertools.pairwise(sizes), strict=True)
+        for k, (i, o) in zip(prng_keys, itertools.pairwise(sizes), strict=True)
     ]
 
 
@@ -54,16 +54,16 @@ def policy_and_value(params, state):
     return jax.nn.log_softmax(out[..., :2]), out[..., 2]
 
 
-def rollout(params, states, key):
-    def step(states, key):
-        act_key, env_key = jax.random.split(key)
+def rollout(params, states, prng_key):
+    def step(states, prng_key):
+        act_key, env_key = jax.random.split(prng_key)
         logp, value = policy_and_value(params, states)
         action = jax.random.categorical(act_key, logp)
         after, fallen = jax.vmap(env_step)(jax.random.split(env_key, ENVS), states, action)
         chosen = jnp.take_along_axis(logp, action[:, None], 1)[:, 0]
         return after, (states, action, chosen, value, fallen)
 
-    return jax.lax.scan(step, states, jax.random.split(key, STEPS))
+    return jax.lax.scan(step, states, jax.random.split(prng_key, STEPS))
 
 
 def advantages(values, fallen, last_value):
@@ -101,14 +101,14 @@ def adam(grads, moments, count, rate):
 
 
 def heat_map(states):
-    """How often each position and angle was visited, as a picture."""
+    """Draw how often each position and angle was visited."""
     visits, _, _ = jnp.histogram2d(states[:, 0], states[:, 2], 24, range=jnp.array([[-2.4, 2.4], [-0.2, 0.2]]))
     return lox.Image(jnp.sqrt(visits / jnp.maximum(visits.max(), 1.0)))
 
 
-def train(key, learning_rate=3e-3):
-    """Train one agent, from its seed; returns how long episodes lasted."""
-    init_key, env_key, loop_key = jax.random.split(key, 3)
+def train(prng_key, learning_rate=3e-3):
+    """Train one agent from its PRNG key; return how long episodes lasted."""
+    init_key, env_key, loop_key = jax.random.split(prng_key, 3)
     params = init(init_key)
     zeros = jax.tree.map(jnp.zeros_like, params)
     states = jax.vmap(env_reset)(jax.random.split(env_key, ENVS))

@@ -10,18 +10,18 @@ from lox.loggers import MultiLogger, WandbLogger
 
 
 def main():
-    keys = jax.random.split(jax.random.key(0), SEEDS)
+    prng_keys = jax.random.split(jax.random.key(0), SEEDS)
     each = WandbLogger(project="lox-ppo", group="ppo")
     together = WandbLogger(project="lox-ppo", name="ppo, all seeds", aggregate=True)
     with MultiLogger(each, together) as logger:
 
         @jax.jit
         @jax.vmap
-        def run(key):
-            state = logger.init(key, config={"algorithm": "PPO"})
-            return logger.tap(train, state, buffer=100)(key)
+        def train_and_log(prng_key):
+            state = logger.init(prng_key, config={"algorithm": "PPO"})
+            return logger.tap(train, state, buffer=100)(prng_key)
 
-        lengths = run(keys)
+        lengths = train_and_log(prng_keys)
     print(f"episodes lasted {lengths[:, 0].mean():.0f} steps at first and {lengths[:, -1].mean():.0f} in the end")
     return lengths
 

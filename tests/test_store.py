@@ -787,7 +787,7 @@ def test_wall_times_never_go_backwards(tmp_path):
 
 
 def test_mismatched_event_counts(tmp_path):
-    with Writer(tmp_path) as writer, pytest.raises(lox.MismatchError, match="'x' do not have the same number of"):
+    with Writer(tmp_path) as writer, pytest.raises(lox.MismatchError, match="'x' have different numbers of events"):
         writer.append(writer.open_run(), lox.logdict({"x": f32([1, 2])}, steps={"step": {"x": i32([1, 2, 3])}}))
 
 
