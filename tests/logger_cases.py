@@ -73,7 +73,7 @@ class Recorder(lox.Logger):
             leaves = jax.tree.leaves(logs[key])
             assert all(isinstance(x, np.ndarray) for x in leaves)
             for n in range(len(leaves[0])):
-                steps = {name: of[key][n].item() for name, of in logs.steps.items() if key in of}
+                steps = {name: values[key][n].item() for name, values in logs.steps.items() if key in values}
                 events.append((steps, jax.tree.map(lambda x, n=n: x[n].tolist(), logs[key])))
 
     def finish(self, run):
@@ -91,7 +91,7 @@ class LaneRecorder(Recorder):
                     logs.valid[key][lane] if key in logs.valid else np.ones(len(jax.tree.leaves(logs[key])[0][0]), bool)
                 )
                 for n in np.flatnonzero(valid):
-                    steps = {name: of[key][lane, n].item() for name, of in logs.steps.items() if key in of}
+                    steps = {name: values[key][lane, n].item() for name, values in logs.steps.items() if key in values}
                     value = jax.tree.map(lambda x, at=(lane, n): x[at].tolist(), logs[key])
                     self.events[run.name].setdefault(key, []).append((steps, value))
 
@@ -129,14 +129,14 @@ def _read_saved(logger):
 
 
 def _events_of(logs, key):
-    steps = {name: of[key].tolist() for name, of in logs.steps.items() if key in of}
-    return [({name: of[n] for name, of in steps.items()}, value) for n, value in enumerate(logs[key].tolist())]
+    steps = {name: values[key].tolist() for name, values in logs.steps.items() if key in values}
+    return [({name: values[n] for name, values in steps.items()}, value) for n, value in enumerate(logs[key].tolist())]
 
 
 def _one_step(events):
     """An event in TensorBoard has one step: without any, its number."""
     return {
-        run: {key: [({"step": s.get("step", n)}, v) for n, (s, v) in enumerate(of)] for key, of in keys.items()}
+        run: {key: [({"step": s.get("step", n)}, v) for n, (s, v) in enumerate(values)] for key, values in keys.items()}
         for run, keys in events.items()
     }
 
@@ -146,10 +146,10 @@ def _read_tensorboard(logger):
 
     events: Events = {}
     for folder in logger.path.iterdir():
-        found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+        actual = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
         # Steps beyond the first are scalars of their own.
-        keys = [key for key in found.Tags()["scalars"] if key != "episode"]
-        events[folder.name] = {key: [({"step": e.step}, e.value) for e in found.Scalars(key)] for key in keys}
+        keys = [key for key in actual.Tags()["scalars"] if key != "episode"]
+        events[folder.name] = {key: [({"step": e.step}, e.value) for e in actual.Scalars(key)] for key in keys}
     return events
 
 
@@ -183,8 +183,8 @@ def as_curves(events: Events) -> Events:
     kept: Events = {}
     for run, keys in events.items():
         kept[run] = {}
-        for key, of in keys.items():
-            for number, (steps, value) in enumerate(of):
+        for key, values in keys.items():
+            for number, (steps, value) in enumerate(values):
                 at = {"step": steps.get("step", number)}
                 kept[run].setdefault(key, []).append((at, value))
                 for name in steps.keys() - {"step"}:
@@ -241,7 +241,9 @@ def read_mlflow(logger):
     events: Events = {}
     for run in client.search_runs([client.get_experiment_by_name(logger.experiment).experiment_id]):
         history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
-        events[run.info.run_name] = {key: [({"step": m.step}, m.value) for m in of] for key, of in history.items()}
+        events[run.info.run_name] = {
+            key: [({"step": m.step}, m.value) for m in values] for key, values in history.items()
+        }
     return events
 
 
@@ -301,9 +303,9 @@ if HAS_TRACKIO:
     CASES.append(Case("trackio", make_trackio, read_trackio, stored=_runs_with_rows))
 
 
-def _same(found):
-    assert all(f == found[0] for f in found[1:])
-    return found[0]
+def _same(actual):
+    assert all(f == actual[0] for f in actual[1:])
+    return actual[0]
 
 
 def parts_of(logger):

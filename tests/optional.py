@@ -10,10 +10,10 @@ import pytest
 
 def devices(number: int) -> np.ndarray:
     """So many devices, for a mesh."""
-    found = jax.devices()
-    if len(found) < number:
-        pytest.skip(f"needs {number} devices, of which there {'is' if len(found) == 1 else 'are'} {len(found)}")
-    return np.array(found[:number])
+    devices = jax.devices()
+    if len(devices) < number:
+        pytest.skip(f"needs {number} devices, of which there {'is' if len(devices) == 1 else 'are'} {len(devices)}")
+    return np.array(devices[:number])
 
 
 class Missing:

@@ -401,9 +401,9 @@ def run_plain(program: Block, x: float) -> tuple[float, list[Event]]:
 
 def kinds_in(block: Block) -> set[str]:
     """The kinds of statements that a program uses."""
-    found = set()
+    kinds = set()
     for s in block:
-        found.add(s.kind)
+        kinds.add(s.kind)
         for body in s.bodies:
-            found |= kinds_in(body)
-    return found
+            kinds |= kinds_in(body)
+    return kinds

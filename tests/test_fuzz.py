@@ -48,10 +48,10 @@ def program_for(seed: int) -> tuple[programs.Block, float]:
 
 def by_key(events: list[programs.Event]) -> dict[tuple[str, tuple[int, ...]], Sequence]:
     """Expected events for every key and every lane of the maps inside the program."""
-    found: dict[Any, Sequence] = defaultdict(list)
+    actual: dict[Any, Sequence] = defaultdict(list)
     for event in events:
-        found[event.key, event.lanes].append((event.value, event.steps))
-    return found
+        actual[event.key, event.lanes].append((event.value, event.steps))
+    return actual
 
 
 def sequence(logs: lox.logdict, key: str) -> Sequence:
@@ -64,17 +64,17 @@ def sequence(logs: lox.logdict, key: str) -> Sequence:
     assert treedef == jax.tree.structure(model)
     if leaves[0].ndim == model_ndims[0]:
         leaves = [leaf[None] for leaf in leaves]
-    steps = {name: np.atleast_1d(of[key]) for name, of in logs.steps.items() if key in of}
-    found = []
+    steps = {name: np.atleast_1d(by_key[key]) for name, by_key in logs.steps.items() if key in by_key}
+    actual = []
     for n in range(len(leaves[0])):
         value = jax.tree.unflatten(treedef, [leaf[n] for leaf in leaves])
-        found.append((value, {name: int(s[n]) for name, s in steps.items() if s[n] != -1}))
-    return found
+        actual.append((value, {name: int(s[n]) for name, s in steps.items() if s[n] != -1}))
+    return actual
 
 
-def assert_same(found: Sequence, expected: Sequence, what: str) -> None:
-    assert len(found) == len(expected), f"{what}: {len(found)} events, expected {len(expected)}"
-    for n, ((value, steps), (wanted, wanted_steps)) in enumerate(zip(found, expected, strict=True)):
+def assert_same(actual: Sequence, expected: Sequence, what: str) -> None:
+    assert len(actual) == len(expected), f"{what}: {len(actual)} events, expected {len(expected)}"
+    for n, ((value, steps), (wanted, wanted_steps)) in enumerate(zip(actual, expected, strict=True)):
         for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_array_equal(a, b, err_msg=f"{what}, event {n}")
             assert np.asarray(a).dtype == np.asarray(b).dtype, what
@@ -116,7 +116,7 @@ def assert_empty(logs: lox.logdict, key: str, what: str) -> None:
 
 def in_order(logs: list[lox.logdict], lane: int | None = None) -> list[tuple[str, Any]]:
     """Streamed events of one lane as (key, value), in order."""
-    found = []
+    actual = []
     for event in logs:
         for key in event:
             one = event.filter(lambda k, key=key: k == key)
@@ -124,14 +124,14 @@ def in_order(logs: list[lox.logdict], lane: int | None = None) -> list[tuple[str
                 one = pick_lane(one, lane)
             if key not in one or (key in one.valid and not np.asarray(one.valid[key]).any()):
                 continue
-            found.append((key, jax.tree.map(np.asarray, one[key])))
-    return found
+            actual.append((key, jax.tree.map(np.asarray, one[key])))
+    return actual
 
 
 def assert_streamed(logs: list[lox.logdict], events: list[programs.Event], what: str, lane: int | None = None) -> None:
-    found, expected = in_order(logs, lane), [(e.key, e.value) for e in events]
-    assert [k for k, _ in found] == [k for k, _ in expected], what
-    for (key, value), (_, wanted) in zip(found, expected, strict=True):
+    actual, expected = in_order(logs, lane), [(e.key, e.value) for e in events]
+    assert [k for k, _ in actual] == [k for k, _ in expected], what
+    for (key, value), (_, wanted) in zip(actual, expected, strict=True):
         for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_array_equal(a, b, err_msg=f"{what}: {key}")
 
@@ -160,10 +160,10 @@ def assert_reduced(logs: lox.logdict, events: list[programs.Event], how: str, wh
         if how == "count":
             assert int(logs[key]) == len(values), what
             continue
-        for found, column in zip(jax.tree.leaves(logs[key]), zip(*values, strict=True), strict=True):
+        for actual, column in zip(jax.tree.leaves(logs[key]), zip(*values, strict=True), strict=True):
             stacked = np.stack(column).astype(np.float64)
             exact = {"first": lambda x: x[0], "last": lambda x: x[-1]}.get(how) or (lambda x: getattr(np, how)(x, 0))
-            np.testing.assert_allclose(found, exact(stacked), rtol=1e-5, atol=1e-4, err_msg=f"{what} {how}: {key}")
+            np.testing.assert_allclose(actual, exact(stacked), rtol=1e-5, atol=1e-4, err_msg=f"{what} {how}: {key}")
         for name, steps in logs.steps.items():
             if key in steps:
                 assert int(steps[key]) == wanted[-1][1].get(name, -1), f"{what}: {name} of {key}"

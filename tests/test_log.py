@@ -182,28 +182,28 @@ def test_values_in_a_loop(value, expected, text):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_prng_keys(wrap):
-    key = jax.random.key(7)
+    prng_key = jax.random.key(7)
 
-    def f(key):
-        lox.log({"key": key})
-        return key
+    def f(prng_key):
+        lox.log({"key": prng_key})
+        return prng_key
 
-    out, logs = lox.spool(wrap(f))(key)
-    assert logs["key"].dtype == key.dtype
+    out, logs = lox.spool(wrap(f))(prng_key)
+    assert logs["key"].dtype == prng_key.dtype
     assert logs["key"].shape == ()
-    same(jax.random.key_data(logs["key"]), jax.random.key_data(key))
-    same(jax.random.key_data(out), jax.random.key_data(key))
+    same(jax.random.key_data(logs["key"]), jax.random.key_data(prng_key))
+    same(jax.random.key_data(out), jax.random.key_data(prng_key))
 
 
 @pytest.mark.slow
 def test_prng_keys_in_a_loop():
-    keys = jax.random.split(jax.random.key(7), 3)
+    prng_keys = jax.random.split(jax.random.key(7), 3)
 
-    def f(keys):
-        jax.lax.scan(lambda c, key: (c, lox.log({"key": key})["key"]), 0, keys)
+    def f(prng_keys):
+        jax.lax.scan(lambda c, key: (c, lox.log({"key": key})["key"]), 0, prng_keys)
 
-    _, logs = lox.spool(f)(keys)
-    same(jax.random.key_data(logs["key"]), jax.random.key_data(keys))
+    _, logs = lox.spool(f)(prng_keys)
+    same(jax.random.key_data(logs["key"]), jax.random.key_data(prng_keys))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
@@ -231,26 +231,26 @@ def words(tree):
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_prng_keys_in_a_vmapped_branch(wrap):
-    keys = jax.random.split(jax.random.key(7), 3)
-    data = np.asarray(jax.random.key_data(keys))
+    prng_keys = jax.random.split(jax.random.key(7), 3)
+    data = np.asarray(jax.random.key_data(prng_keys))
 
     def f(n, key):
         return jax.lax.cond(n > 0, lambda key: (lox.log({"key": key}), n)[1], lambda key: n, key)
 
     f = wrap(jax.vmap(f))
-    out, logs = lox.spool(f)(jnp.arange(3), keys)
+    out, logs = lox.spool(f)(jnp.arange(3), prng_keys)
     same(out, i32([0, 1, 2]))
     same(logs.valid["key"], boolean([[False, True, True]]))
     same(words(logs)["key"][0, 1:], data[1:])
     same(words(logs.lane(2))["key"], data[2:])
     same(words(logs.lane(0))["key"], data[:0])
     for how in ("first", "last"):
-        for reduced in (lox.spool(f, reduce=how)(jnp.arange(3), keys)[1], logs.reduce(how)):
+        for reduced in (lox.spool(f, reduce=how)(jnp.arange(3), prng_keys)[1], logs.reduce(how)):
             same(reduced.valid["key"], boolean([False, True, True]))
             same(words(reduced)["key"][1:], data[1:])
     events = []
-    lox.tap(f, events.append)(jnp.arange(3), keys)
-    lox.tap(f, events.append, buffer=2)(jnp.arange(3), keys)
+    lox.tap(f, events.append)(jnp.arange(3), prng_keys)
+    lox.tap(f, events.append, buffer=2)(jnp.arange(3), prng_keys)
     same(events[0].valid["key"], boolean([False, True, True]))
     same(events[0]["key"][1:], data[1:])
     same(events[1]["key"][0, 1:], data[1:])
@@ -260,29 +260,29 @@ def test_prng_keys_in_a_vmapped_branch(wrap):
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_prng_keys_in_a_while_loop(wrap):
-    def f(n, key):
+    def f(n, prng_key):
         def body(carry):
-            i, key = carry
-            lox.log({"key": key})
-            return i + 1, jax.random.fold_in(key, i)
+            i, prng_key = carry
+            lox.log({"key": prng_key})
+            return i + 1, jax.random.fold_in(prng_key, i)
 
-        return jax.lax.while_loop(lambda carry: carry[0] < n, body, (0, key))[0]
+        return jax.lax.while_loop(lambda carry: carry[0] < n, body, (0, prng_key))[0]
 
-    key, expected = jax.random.key(7), []
+    prng_key, expected = jax.random.key(7), []
     for i in range(3):
-        expected.append(jax.random.key_data(key))
-        key = jax.random.fold_in(key, i)
-    expected, key = np.asarray(expected), jax.random.key(7)
-    same(words(lox.spool(wrap(f), capacity=5)(3, key)[1]), {"key": expected})
-    same(words(lox.spool(wrap(f), capacity=5, interval=2)(3, key)[1]), {"key": expected[::2]})
+        expected.append(jax.random.key_data(prng_key))
+        prng_key = jax.random.fold_in(prng_key, i)
+    expected, prng_key = np.asarray(expected), jax.random.key(7)
+    same(words(lox.spool(wrap(f), capacity=5)(3, prng_key)[1]), {"key": expected})
+    same(words(lox.spool(wrap(f), capacity=5, interval=2)(3, prng_key)[1]), {"key": expected[::2]})
     for how, n in (("first", 0), ("last", 2)):
-        same(words(lox.spool(wrap(f), reduce=how)(3, key)[1]), {"key": expected[n]})
-        same(words(lox.spool(wrap(f), capacity=5)(3, key)[1].reduce(how)), {"key": expected[n]})
+        same(words(lox.spool(wrap(f), reduce=how)(3, prng_key)[1]), {"key": expected[n]})
+        same(words(lox.spool(wrap(f), capacity=5)(3, prng_key)[1].reduce(how)), {"key": expected[n]})
     for buffer in (None, 2):
         events = []
-        lox.tap(wrap(f), events.append, buffer=buffer)(3, key)
+        lox.tap(wrap(f), events.append, buffer=buffer)(3, prng_key)
         same(np.concatenate([e["key"].reshape(-1, 2) for e in events]), expected)
-    lanes, logs = lox.spool(wrap(jax.vmap(f, in_axes=(0, None))), capacity=5)(jnp.arange(1, 4), key)
+    lanes, logs = lox.spool(wrap(jax.vmap(f, in_axes=(0, None))), capacity=5)(jnp.arange(1, 4), prng_key)
     same(lanes, i32([1, 2, 3]))
     for lane in range(3):
         same(words(logs.lane(lane)), {"key": expected[: lane + 1]})
@@ -290,13 +290,13 @@ def test_prng_keys_in_a_while_loop(wrap):
 
 @pytest.mark.parametrize("options", [{"reduce": "first"}, {"reduce": "last"}, {"interval": 2}, {"capacity": 1}])
 def test_prng_keys_outside_loops(options):
-    def f(key):
-        lox.log({"key": key}, where=True)
-        lox.log({"key": jax.random.fold_in(key, 1)}, where=False)
+    def f(prng_key):
+        lox.log({"key": prng_key}, where=True)
+        lox.log({"key": jax.random.fold_in(prng_key, 1)}, where=False)
 
-    key = jax.random.key(7)
-    _, logs = lox.spool(f, **options)(key)
-    same(words(logs)["key"].reshape(2), np.asarray(jax.random.key_data(key)))
+    prng_key = jax.random.key(7)
+    _, logs = lox.spool(f, **options)(prng_key)
+    same(words(logs)["key"].reshape(2), np.asarray(jax.random.key_data(prng_key)))
 
 
 @pytest.mark.slow

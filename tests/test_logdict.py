@@ -599,9 +599,9 @@ def test_reduce_per_lane():
 
 
 def test_reduce_by_key(logs):
-    some = logs.reduce({"x": "max"})
-    same(some, {"x": f32(4), "total": {"sum": f32([1, 3, 7])}, "n": i32(3)})
-    same(some.step, {"x": i32(2), "n": i32(3)})
+    reduced = logs.reduce({"x": "max"})
+    same(reduced, {"x": f32(4), "total": {"sum": f32([1, 3, 7])}, "n": i32(3)})
+    same(reduced.step, {"x": i32(2), "n": i32(3)})
     same(logs.reduce("count"), {"x": i32(3), "total": i32(3), "n": i32(3)})
 
 
@@ -900,8 +900,8 @@ LOOKS = {
     "setdefault": lambda logs: logs.setdefault("i", 3),
     "dict": lambda logs: dict(logs)["i"],
     "dict display": lambda logs: {**logs}["i"],
-    "keywords": lambda logs: (lambda **found: found)(**logs)["i"],
-    "update": lambda logs: (lambda found: (found.update(logs), found)[1])({})["i"],
+    "keywords": lambda logs: (lambda **actual: actual)(**logs)["i"],
+    "update": lambda logs: (lambda actual: (actual.update(logs), actual)[1])({})["i"],
     "or": lambda logs: (logs | {})["i"],
     "ror": lambda logs: ({} | logs)["i"],
     "view": lambda logs: types.MappingProxyType(logs)["i"],
@@ -977,13 +977,13 @@ def test_keys_are_known_without_waiting():
 
 def test_several_threads_look_at_once():
     for _ in range(20):
-        logs, found = unseen(), []
-        threads = [threading.Thread(target=lambda: found.append(logs["i"].tolist())) for _ in range(4)]  # noqa: B023
+        logs, actual = unseen(), []
+        threads = [threading.Thread(target=lambda: actual.append(logs["i"].tolist())) for _ in range(4)]  # noqa: B023
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert found == [[0, 2, 4]] * 4
+        assert actual == [[0, 2, 4]] * 4
 
 
 def test_logs_from_arrays():

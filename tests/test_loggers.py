@@ -60,9 +60,9 @@ def test_names_are_unique_and_safe():
 def test_config_may_differ_from_lane_to_lane():
     fixed = {"name": "adam", "layers": (64, 64), "clip": None, "nesterov": True, "scale": np.ones(2)}
     with Recorder() as logger:
-        keys = jax.random.split(jax.random.key(0), 2)
+        prng_keys = jax.random.split(jax.random.key(0), 2)
         jax.jit(jax.vmap(lambda k, lr: logger.init(k, {**fixed, "lr": lr, "half": jnp.bfloat16(0.5)})))(
-            keys, jnp.array([0.5, 0.25])
+            prng_keys, jnp.array([0.5, 0.25])
         )
         jax.effects_barrier()
     assert [run.config["lr"] for run in logger.runs] == [0.5, 0.25]
@@ -76,9 +76,9 @@ def test_config_may_differ_from_lane_to_lane():
 
 def test_two_inits_of_one_program_are_two_runs():
     with Recorder() as logger:
-        a, b = jax.jit(lambda key: (logger.init(key), logger.init(key)))(jax.random.key(1))
+        a, b = jax.jit(lambda prng_key: (logger.init(prng_key), logger.init(prng_key)))(jax.random.key(1))
         assert int(a.run) != int(b.run)
-        jax.jit(lambda key: logger.init(key) and None)(jax.random.key(1))  # nothing needs it, and still
+        jax.jit(lambda prng_key: logger.init(prng_key) and None)(jax.random.key(1))  # nothing needs it, and still
         jax.effects_barrier()
     assert [run.name for run in logger.runs] == ["1", "1.1", "1.2"]
 
@@ -263,9 +263,9 @@ def test_a_compiled_init_that_fails_does_not_stop_the_program():
     logger = Broken("open")
 
     @jax.jit
-    def run(key):
-        logger.log(logger.init(key), {"a": 1})
-        return jax.random.uniform(key)
+    def run(prng_key):
+        logger.log(logger.init(prng_key), {"a": 1})
+        return jax.random.uniform(prng_key)
 
     with pytest.warns(lox.LoxWarning, match="Broken failed opening run '0': PermissionError: cannot open 0"):
         result = run(jax.random.key(0))
@@ -288,8 +288,8 @@ def test_wrong_configs():
 @pytest.mark.slow
 def test_a_compiled_function_with_a_logger_that_is_closed(tmp_path):
     @jax.jit
-    def experiment(key):
-        logger.log(logger.init(key), {"a": 1})
+    def experiment(prng_key):
+        logger.log(logger.init(prng_key), {"a": 1})
         return 0
 
     with JsonlLogger(tmp_path / "one") as logger:
@@ -557,8 +557,8 @@ def test_numbers_in_jsonl_are_exact_and_valid_json(tmp_path):
 
 def test_files_are_never_overwritten_and_more_runs_than_open_files(tmp_path):
     with JsonlLogger(tmp_path) as logger:
-        keys = jax.vmap(jax.random.key)(jnp.arange(200))
-        states = jax.vmap(logger.init)(keys)
+        prng_keys = jax.vmap(jax.random.key)(jnp.arange(200))
+        states = jax.vmap(logger.init)(prng_keys)
         for n in range(2):
             jax.vmap(lambda s, n=n: logger.log(s, {"n": n}))(states)
             logger.flush()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 case = pytest.mark.parametrize("case", CASES, ids=repr)
 how = pytest.mark.parametrize("how", ["spool", "tap"])
-KEYS = [jax.random.key(seed) for seed in (7, 8, 9)]
+PRNG_KEYS = [jax.random.key(seed) for seed in (7, 8, 9)]
 
 
 def train(x):
@@ -63,7 +63,7 @@ def test_eagerly_and_jitted(case, how, tmp_path):
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
 def test_one_run_per_lane(case, how, jit, tmp_path):
     with case.make(tmp_path) as logger:
-        states = jax.vmap(logger.init)(jnp.stack(KEYS))
+        states = jax.vmap(logger.init)(jnp.stack(PRNG_KEYS))
         run = jit(jax.vmap(lambda state, x: getattr(logger, how)(train, state)(x)))
         np.testing.assert_array_equal(run(states, jnp.array([0.0, 10.0, 20.0])), [3.0, 13.0, 23.0])
     check(case, logger, {"7": expected(0.0), "8": expected(10.0), "9": expected(20.0)})
@@ -76,12 +76,12 @@ def test_init_inside_of_everything(case, how, tmp_path):
 
         @jax.jit
         @jax.vmap
-        def run(key, x):
-            return getattr(logger, how)(train, logger.init(key))(x)
+        def run(prng_key, x):
+            return getattr(logger, how)(train, logger.init(prng_key))(x)
 
-        run(jnp.stack(KEYS[:2]), jnp.array([0.0, 10.0]))
+        run(jnp.stack(PRNG_KEYS[:2]), jnp.array([0.0, 10.0]))
         logger.flush()
-        run(jnp.stack(KEYS[2:]), jnp.array([20.0]))
+        run(jnp.stack(PRNG_KEYS[2:]), jnp.array([20.0]))
     check(case, logger, {"7": expected(0.0), "8": expected(10.0), "9": expected(20.0)})
 
 
@@ -94,7 +94,7 @@ def test_inside_a_scan(case, how, tmp_path):
         def run(state, x):
             return jax.lax.scan(lambda x, _: (getattr(logger, how)(train, state)(x), None), x, None, 2)[0]
 
-        assert float(run(logger.init(KEYS[0]), 0.0)) == 6.0
+        assert float(run(logger.init(PRNG_KEYS[0]), 0.0)) == 6.0
     both = {
         key: first + second for (key, first), second in zip(expected(0.0).items(), expected(3.0).values(), strict=True)
     }
@@ -105,18 +105,18 @@ def test_inside_a_scan(case, how, tmp_path):
 def test_a_run_per_iteration(case, tmp_path):
     with case.make(tmp_path) as logger:
 
-        def step(carry, key):
-            logger.log(logger.init(key), {"a": 1.0})
+        def step(carry, prng_key):
+            logger.log(logger.init(prng_key), {"a": 1.0})
             return carry, None
 
-        jax.jit(lambda keys: jax.lax.scan(step, 0, keys))(jnp.stack(KEYS))
+        jax.jit(lambda keys: jax.lax.scan(step, 0, keys))(jnp.stack(PRNG_KEYS))
     check(case, logger, {name: {"a": [({}, 1.0)]} for name in "789"})
 
 
 @case
 def test_log(case, tmp_path):
     with case.make(tmp_path) as logger:
-        state = logger.init(KEYS[0])
+        state = logger.init(PRNG_KEYS[0])
         logger.log(state, {"a": 1, "b": np.float32(0.5)}, prefix="p/", step=3)
         jax.jit(lambda state, a: [logger.log(state, {"p/a": a + n}, step=n) for n in range(5)] and None)(state, 2)
         logger.log(state, lox.spool(train, argnames="x")(0.0)[1], episode=1)
@@ -168,7 +168,7 @@ def test_while_loops(case, tmp_path):
         return jax.lax.while_loop(lambda x: x > 1, body, x)
 
     with case.make(tmp_path) as logger:
-        states = jax.vmap(logger.init)(jnp.stack(KEYS[:2]))
+        states = jax.vmap(logger.init)(jnp.stack(PRNG_KEYS[:2]))
         jax.jit(jax.vmap(lambda s, x: logger.tap(halve, s)(x)))(states, jnp.array([5, 16]))
         jax.jit(jax.vmap(lambda s, x: logger.spool(halve, s, capacity=9)(x)))(states, jnp.array([9, 3]))
     events = {"7": [5, 2, 9, 4, 2], "8": [16, 8, 4, 2, 3]}
@@ -186,24 +186,24 @@ def test_ragged_lanes(case, how, tmp_path):
         jax.lax.scan(step, 0, xs)
 
     with case.make(tmp_path) as logger:
-        states = jax.vmap(logger.init)(jnp.stack(KEYS))
+        states = jax.vmap(logger.init)(jnp.stack(PRNG_KEYS))
         jax.vmap(lambda s, xs: getattr(logger, how)(f, s)(xs))(states, jnp.array([[1, 2], [1, 5], [3, 4]]))
-    found = {"7": [], "8": [5], "9": [3, 4]}
-    check(case, logger, {run: {"big": [({"step": v}, v) for v in vs]} if vs else {} for run, vs in found.items()})
+    actual = {"7": [], "8": [5], "9": [3, 4]}
+    check(case, logger, {run: {"big": [({"step": v}, v) for v in vs]} if vs else {} for run, vs in actual.items()})
 
 
 @case
 def test_a_second_run_with_the_same_key(case, tmp_path):
     with case.make(tmp_path) as logger:
         for value in (1.0, 2.0):
-            logger.log(logger.init(KEYS[0]), {"a": value})
+            logger.log(logger.init(PRNG_KEYS[0]), {"a": value})
     check(case, logger, {"7": {"a": [({}, 1.0)]}, "7.1": {"a": [({}, 2.0)]}})
 
 
 @case
 def test_flush_makes_events_visible(case, tmp_path):
     with case.make(tmp_path) as logger:
-        state = logger.init(KEYS[0])
+        state = logger.init(PRNG_KEYS[0])
         for n in range(3):
             jax.jit(lambda state, n: logger.log(state, {"a": n}))(state, n)
             logger.flush()
@@ -214,14 +214,14 @@ def test_flush_makes_events_visible(case, tmp_path):
 @case
 def test_after_closing(case, tmp_path):
     logger = case.make(tmp_path)
-    state = logger.init(KEYS[0])
+    state = logger.init(PRNG_KEYS[0])
     later = jax.jit(lambda state, x: logger.tap(train, state)(x))
     later(state, 0.0)
     logger.close()
     logger.close()
     name = type(logger).__name__
     for use in (
-        lambda: logger.init(KEYS[0]),
+        lambda: logger.init(PRNG_KEYS[0]),
         lambda: logger.log(state, {"a": 1}),
         lambda: logger.spool(train, state),
         lambda: logger.tap(train, state),
@@ -242,7 +242,7 @@ def test_after_closing(case, tmp_path):
 @how
 def test_errors_do_not_reach_the_program(case, how, tmp_path, monkeypatch):
     logger = case.make(tmp_path)
-    state = logger.init(KEYS[0])
+    state = logger.init(PRNG_KEYS[0])
 
     def broken(runs, logs):
         raise OSError("no space left")
@@ -260,8 +260,8 @@ def test_errors_do_not_reach_the_program(case, how, tmp_path, monkeypatch):
     logger.log(state, {"a": 1})  # and it goes on
     logger.close()
     for other in parts_of(logger)[1:]:
-        found = {p.stem: p.read_text().count("\n") for p in other.path.glob("*.jsonl")}
-        assert found == {"7": 13}
+        actual = {p.stem: p.read_text().count("\n") for p in other.path.glob("*.jsonl")}
+        assert actual == {"7": 13}
 
 
 @case
@@ -280,7 +280,7 @@ def test_nothing_is_lost_in_a_small_queue(case, tmp_path, monkeypatch):
 
         monkeypatch.setattr(part, "write_lanes", write_lanes)
     with logger:
-        states = jax.vmap(logger.init)(jnp.stack(KEYS))
+        states = jax.vmap(logger.init)(jnp.stack(PRNG_KEYS))
 
         @jax.jit
         @jax.vmap
@@ -310,7 +310,7 @@ def test_no_warnings_and_no_retracing(case, tmp_path):
 
     with warnings.catch_warnings(), case.make(tmp_path) as logger:
         warnings.simplefilter("error")
-        state = logger.init(KEYS[0])
+        state = logger.init(PRNG_KEYS[0])
         for how in ("spool", "tap"):
             for n in range(4):
                 getattr(logger, how)(f, state, argnames=["x"])(jnp.float32(n))
@@ -333,13 +333,15 @@ def stored_shapes(case, events):
     """Files keep arrays, `load` tells shapes apart, and curves are of single numbers."""
     if case.name in ("tensorboard", "wandb", "neptune", "mlflow", "trackio"):
         curves = {}
-        for key, of in events.items():
-            for steps, value in of:
+        for key, key_events in events.items():
+            for steps, value in key_events:
                 for n, number in enumerate(value):
                     curves.setdefault(f"{key}/{n}", []).append((steps, number))
         return curves
     if case.name == "save":
-        return {f"{key}@{len(value)}": [(steps, value)] for key, of in events.items() for steps, value in of}
+        return {
+            f"{key}@{len(value)}": [(steps, value)] for key, key_events in events.items() for steps, value in key_events
+        }
     return events
 
 
@@ -349,7 +351,7 @@ def stored_shapes(case, events):
 def test_one_key_of_many_shapes(case, options, tmp_path):
     with case.make(tmp_path) as logger:
         logger.tap(of_many_shapes, logger.init(jax.random.key(0)), **options)(1.0)
-        states = jax.vmap(logger.init)(jnp.stack(KEYS[:2]))
+        states = jax.vmap(logger.init)(jnp.stack(PRNG_KEYS[:2]))
         run = jax.jit(jax.vmap(lambda state, x: logger.tap(of_many_shapes, state, **options)(x)))
         run(states, jnp.array([2.0, 3.0]))
     events = {}

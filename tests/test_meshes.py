@@ -207,9 +207,9 @@ def test_logs_in_a_shard_map_that_wants_values_are_those_of_one_that_does_not(bo
             texts.append(sorted(map(str, received)))
         return texts, results
 
-    found, expected = everything(on_devices(wants_values, mesh)), everything(on_devices(body, mesh))
-    assert found[0] == expected[0]
-    same(found[1], jax.tree.map(np.asarray, expected[1]))
+    actual, expected = everything(on_devices(wants_values, mesh)), everything(on_devices(body, mesh))
+    assert actual[0] == expected[0]
+    same(actual[1], jax.tree.map(np.asarray, expected[1]))
 
 
 @each_kind
@@ -701,10 +701,10 @@ def test_transformed_inside_lanes_over_a_mesh(program: Any, kind: AxisType) -> N
             same(dict(f(x)[1].compact()), jax.tree.map(np.asarray, dict(f(LANES)[1].compact())))
         jax.block_until_ready(tapped(x))
         jax.effects_barrier()
-        found, received[:] = [dict(logs) for logs in received], []
+        actual, received[:] = [dict(logs) for logs in received], []
         jax.block_until_ready(tapped(LANES))
         jax.effects_barrier()
-        same(found, [dict(logs) for logs in received])
+        same(actual, [dict(logs) for logs in received])
 
 
 NOT_AROUND = [(AxisType.Explicit, False), (AxisType.Auto, False), (AxisType.Auto, True)]
@@ -757,27 +757,27 @@ class Recorder(lox.Logger):
 def test_a_logger_with_seeds_over_a_mesh(kind: AxisType, options: Any) -> None:
     mesh = mesh_of(kind)
 
-    def recorded(keys: Any, x: Any) -> Any:
+    def recorded(prng_keys: Any, x: Any) -> Any:
         with Recorder() as logger:
 
             @jax.jit
             @jax.vmap
-            def experiment(key: Any, x: Any) -> Any:
-                state = logger.init(key, config={"x": x})
+            def experiment(prng_key: Any, x: Any) -> Any:
+                state = logger.init(prng_key, config={"x": x})
                 y = logger.tap(train, state, **options)(x)
                 logger.spool(train, state, prefix="again/", reduce=options.get("reduce"))(x)
                 logger.log(state, {"final": y})
                 return y
 
-            out = experiment(keys, x)
+            out = experiment(prng_keys, x)
         return out, logger.values
 
-    keys = jax.random.split(jax.random.key(0), 8)
-    out, expected = recorded(keys, LANES)
+    prng_keys = jax.random.split(jax.random.key(0), 8)
+    out, expected = recorded(prng_keys, LANES)
     with use(mesh):
-        found = recorded(put(keys, mesh), put(LANES, mesh))
-    same(found[0], np.asarray(out))
-    assert found[1] == expected
+        actual = recorded(put(prng_keys, mesh), put(LANES, mesh))
+    same(actual[0], np.asarray(out))
+    assert actual[1] == expected
 
 
 # --- several devices in one function --------------------------------------------------------------

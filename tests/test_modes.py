@@ -136,15 +136,15 @@ def test_transfer_guard_default_sink() -> None:
 
 
 def test_transfer_guard_logger(tmp_path: Path) -> None:
-    key = jax.random.key(0)
+    prng_key = jax.random.key(0)
     with lox.SaveLogger(tmp_path) as logger, jax.transfer_guard("disallow"):
         for f in (scanned, jax.jit(scanned)):
-            state = logger.init(key, config={"lr": ONE})
+            state = logger.init(prng_key, config={"lr": ONE})
             logger.tap(f, state)(ONE)
             logger.tap(f, state, buffer=3)(ONE)
             logger.spool(f, state)(ONE)
             logger.log(state, {"end": 1.0}, step=4)
-        jax.jit(lambda key: logger.log(logger.init(key), {"x": ONE}))(key)
+        jax.jit(lambda prng_key: logger.log(logger.init(prng_key), {"x": ONE}))(prng_key)
         logger.flush()
     runs = lox.load(tmp_path)
     assert [list(logs) for logs in runs.values()] == [["c", "end"], ["c", "end"], ["x"]]

@@ -314,7 +314,7 @@ def test_interval_with_capacity():
 # --- reduce ---
 
 
-def own(xs):
+def with_reductions(xs):
     def body(c, x):
         lox.log({"a": x, "b": x}, reduce={"a": "max"})
         return c, None
@@ -337,7 +337,7 @@ def own(xs):
 )
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_reduce_precedence(wrap, reduce, a, b):
-    same(lox.spool(wrap(own), reduce=reduce)(f32([1, 1, 4]))[1], {"a": a, "b": b})
+    same(lox.spool(wrap(with_reductions), reduce=reduce)(f32([1, 1, 4]))[1], {"a": a, "b": b})
 
 
 def test_reduce_outside_loops():
@@ -559,7 +559,7 @@ def test_keep_logs_keeps_what_was_not_selected():
 
 
 def test_keep_logs_keeps_tags_and_reductions():
-    (_, one), two = lox.spool(lox.spool(own, keep_logs=True))(f32([1, 1, 4]))
+    (_, one), two = lox.spool(lox.spool(with_reductions, keep_logs=True))(f32([1, 1, 4]))
     same(one, {"a": f32(4), "b": f32([1, 1, 4])})
     same(two, one)
     (_, _), tags = lox.spool(lox.spool(tagged, keep_logs=True), tags="slow")(0)
@@ -869,12 +869,12 @@ KEYS = "The keys are 'net/loss', 'net/acc', 'never', 'up' and 'lane'."
 def warned(call, *args):
     """The warnings of a call: what they say, and whether they point to this file."""
     lox.config.sink = "off"
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as actual:
         warnings.simplefilter("always")
         call(*args)
         jax.effects_barrier()
-    assert {(w.category, w.filename) for w in found} <= {(lox.LoxWarning, __file__)}
-    return [str(w.message) for w in found]
+    assert {(w.category, w.filename) for w in actual} <= {(lox.LoxWarning, __file__)}
+    return [str(w.message) for w in actual]
 
 
 @pytest.mark.slow
@@ -1002,8 +1002,8 @@ def test_selections_of_loggers(tmp_path, jit):
 def test_selections_of_load(tmp_path):
     for n in range(2):
         lox.save({"loss": 1.0, "acc": 2.0}, tmp_path, jax.random.key(n))
-    keys = jax.vmap(jax.random.key)(jnp.arange(2))
-    for key in (None, jax.random.key(0), keys, "1"):
+    prng_keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    for key in (None, jax.random.key(0), prng_keys, "1"):
         message = (
             "`argnames` names 'los', but there is no such key. The keys are 'loss' and 'acc'. Did you mean 'loss'?"
         )
@@ -1038,14 +1038,14 @@ def test_warnings_of_loggers_point_to_the_line_that_made_the_logger(tmp_path):
     logger = Broken()
     line = sys._getframe().f_lineno - 1
     state = logger.init(jax.random.key(0))
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as actual:
         warnings.simplefilter("always")
         jax.jit(lambda: logger.spool(count_to, state, capacity=2)(3))()
         with pytest.raises(OSError, match="no space left"):
             logger.close()
-    texts = [str(w.message).split(":")[0] for w in found]
+    texts = [str(w.message).split(":")[0] for w in actual]
     assert texts == ["'i' had more events than its capacity", "Broken failed writing 'i' of run '0'"]
-    assert {(w.filename, w.lineno) for w in found} == {(__file__, line)}
+    assert {(w.filename, w.lineno) for w in actual} == {(__file__, line)}
 
 
 # --- reductions and dtypes ---
@@ -1059,8 +1059,8 @@ def expected_of(how, dtypes):
     with jax.numpy_dtype_promotion("standard"):
         joint = jax.dtypes.canonicalize_dtype(jnp.promote_types(*dtypes[:2]))
     stacked = jnp.stack([jnp.asarray(x, d).astype(joint) for x, d in zip(VALUES, dtypes, strict=True)])
-    own = {"first": lambda x: x[0], "last": lambda x: x[-1], "count": lambda x: jnp.int32(len(x))}
-    return own.get(how, getattr(jnp, how, None))(stacked)
+    special = {"first": lambda x: x[0], "last": lambda x: x[-1], "count": lambda x: jnp.int32(len(x))}
+    return special.get(how, getattr(jnp, how, None))(stacked)
 
 
 def in_a_row(logs):
@@ -1138,7 +1138,7 @@ def test_a_sum_of_integers_keeps_its_digits_when_floats_follow():
 
 
 def test_a_reduction_whose_state_depends_on_the_dtype():
-    own = lox.Reduction(
+    reduction = lox.Reduction(
         lambda x: (x,) * (1 + jnp.issubdtype(x.dtype, jnp.floating)), lambda state, x: (x, *state[1:]), lambda s: s[0]
     )
 
@@ -1147,7 +1147,7 @@ def test_a_reduction_whose_state_depends_on_the_dtype():
         lox.log({"x": 0.5})
 
     with pytest.raises(lox.MismatchError) as info:
-        lox.spool(f, reduce=own)()
+        lox.spool(f, reduce=reduction)()
     assert str(info.value).startswith(
         "'x' is logged as int32 and as float32, for which the state of its reduction is not the same tree.\n"
         "  logged at test_options.py:"

@@ -14,7 +14,7 @@ from optional import devices
 
 import lox
 
-KEY = jax.random.key(0)
+PRNG_KEY = jax.random.key(0)
 
 
 def values(logger: Any, run: str = "0") -> list[float]:
@@ -63,8 +63,8 @@ def test_log(part: Any, around: Any) -> None:
     with Recorder() as logger:
 
         @jax.jit
-        def program(key: Any) -> Any:
-            state = logger.init(key)
+        def program(prng_key: Any) -> Any:
+            state = logger.init(prng_key)
             log = lambda logs: logger.log(state, logs)  # noqa: E731
             log({"v": -1.0})
             around(lambda: (part(log), 0.0)[1])()
@@ -72,7 +72,7 @@ def test_log(part: Any, around: Any) -> None:
             around(lambda: (part(log), 0.0)[1])()
             log({"v": 101.0})
 
-        program(KEY)
+        program(PRNG_KEY)
     assert values(logger) == [-1, 0, 1, 2, 3, 100, 0, 1, 2, 3, 101]
 
 
@@ -90,8 +90,8 @@ def test_tap_and_spool(part: Any, options: Any) -> None:
     with Recorder() as logger:
 
         @jax.jit
-        def program(key: Any) -> None:
-            state = logger.init(key)
+        def program(prng_key: Any) -> None:
+            state = logger.init(prng_key)
             logger.log(state, {"v": -1.0})
             logger.tap(logs_itself, state, **options)()
             logger.log(state, {"v": 100.0})
@@ -99,7 +99,7 @@ def test_tap_and_spool(part: Any, options: Any) -> None:
             logger.log(state, {"v": 101.0})
             logger.tap(logs_itself, state, **options)()
 
-        program(KEY)
+        program(PRNG_KEY)
     assert values(logger) == [-1, 0, 1, 2, 3, 100, 0, 1, 2, 3, 101, 0, 1, 2, 3]
 
 
@@ -121,8 +121,8 @@ def test_lanes_that_go_their_own_ways() -> None:
 
         @jax.jit
         @jax.vmap
-        def program(key: Any, n: Any) -> None:
-            state = logger.init(key)
+        def program(prng_key: Any, n: Any) -> None:
+            state = logger.init(prng_key)
             logger.log(state, {"v": -1})
             jax.lax.while_loop(lambda x: x < n, lambda x: (logger.log(state, {"v": x}), x + 1)[1], 0)
             jax.lax.cond(n > 2, lambda: logger.log(state, {"v": 50}), lambda: None)
@@ -136,7 +136,7 @@ def test_lanes_that_go_their_own_ways() -> None:
 
 def test_one_program_after_the_other() -> None:
     with Recorder() as logger:
-        state = logger.init(KEY)
+        state = logger.init(PRNG_KEY)
         programs = [jax.jit(lambda x, n=n: (logger.log(state, {"v": x + n}), None)[1]) for n in range(3)]
         for turn in range(20):
             for program in programs:
@@ -149,8 +149,8 @@ def test_on_several_devices() -> None:
     with Recorder() as logger:
 
         @jax.jit
-        def program(key: Any, x: Any) -> Any:
-            state = logger.init(key)
+        def program(prng_key: Any, x: Any) -> Any:
+            state = logger.init(prng_key)
             logger.log(state, {"v": x.sum()})
             four(lambda logs: logger.log(state, logs))
             x = logger.tap(lambda x: (four(lox.log), x)[1], state)(x)
@@ -168,7 +168,7 @@ def test_on_several_devices() -> None:
 def test_inside_shard_map_nothing_is_lost() -> None:
     mesh = Mesh(devices(2), "d")
     with Recorder() as logger:
-        state = logger.init(KEY)
+        state = logger.init(PRNG_KEY)
 
         @jax.jit
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
@@ -185,7 +185,7 @@ def test_a_program_that_fails_does_not_stop_the_next_one() -> None:
         raise ValueError("boom")
 
     with Recorder() as logger:
-        state = logger.init(KEY)
+        state = logger.init(PRNG_KEY)
         log = lambda x: (logger.log(state, {"v": x}), x)[1]  # noqa: E731
 
         @jax.jit
@@ -216,8 +216,8 @@ def test_the_end_of_a_run_comes_last() -> None:
 
     @jax.jit
     @jax.vmap
-    def program(key: Any) -> None:
-        run = runs.init(key, {}, None)
+    def program(prng_key: Any) -> None:
+        run = runs.init(prng_key, {}, None)
         four(lambda logs: logger.log(run, logs))
         runs.finish(run)
 

@@ -41,10 +41,10 @@ def check_carry(logs, times=1):
 
 def test_quick_start_loggers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    key, xs = jax.random.key(0), jnp.arange(3)
+    prng_key, xs = jax.random.key(0), jnp.arange(3)
     logger = lox.loggers.SaveLogger("./.lox/")
     assert not os.path.exists(".lox")
-    logger_state = logger.init(key)
+    logger_state = logger.init(prng_key)
     y = logger.spool(with_steps, logger_state)(xs)
     assert int(y) == 3
     check_carry(lox.load("./.lox/"))  # at once: nobody has flushed or closed the logger
@@ -52,11 +52,11 @@ def test_quick_start_loggers(tmp_path, monkeypatch):
     console_logger = lox.loggers.ConsoleLogger()
     save_logger = lox.loggers.SaveLogger("./.lox/")
     multi_logger = lox.loggers.MultiLogger(console_logger, save_logger)
-    multi_logger_state = multi_logger.init(key)
+    multi_logger_state = multi_logger.init(prng_key)
     y = multi_logger.tap(with_steps, multi_logger_state)(xs)
     assert int(y) == 3
     assert [run.name for run in lox.runs(".lox")] == ["0", "0.1"]  # never asks, never overwrites
-    check_carry(lox.load(".lox", key))
+    check_carry(lox.load(".lox", prng_key))
     for name in ("0", "0.1"):
         check_carry(lox.load(".lox", name))
     multi_logger.close()
@@ -145,8 +145,8 @@ def test_a_run_that_exists_inside_a_compiled_program(tmp_path):
     with lox.SaveLogger(tmp_path, mode="error") as logger:
 
         @jax.jit
-        def run(key, x):
-            logger.log(logger.init(key), {"x": x})
+        def run(prng_key, x):
+            logger.log(logger.init(prng_key), {"x": x})
             return 2 * x
 
         with pytest.warns(lox.LoxWarning, match="failed opening run '42': RunExistsError"):
@@ -183,17 +183,17 @@ def test_the_working_directory_may_change(tmp_path, monkeypatch):
 
 
 def test_config_of_each_run(tmp_path):
-    keys, lrs = jax.random.split(jax.random.key(0), 3), jnp.array([0.5, 0.25, 0.125])
+    prng_keys, lrs = jax.random.split(jax.random.key(0), 3), jnp.array([0.5, 0.25, 0.125])
     with lox.SaveLogger(tmp_path) as logger:
-        init = lambda key, lr: logger.init(key, {"lr": lr, "name": "adam", "net": {"sizes": (2, 3)}})  # noqa: E731
-        jax.jit(jax.vmap(init))(keys, lrs)
+        init = lambda prng_key, lr: logger.init(prng_key, {"lr": lr, "name": "adam", "net": {"sizes": (2, 3)}})  # noqa: E731
+        jax.jit(jax.vmap(init))(prng_keys, lrs)
         logger.flush()
-        found = lox.runs(tmp_path)
+        actual = lox.runs(tmp_path)
         logger.init(jax.random.key(9))
-    assert [run.config for run in found] == [
+    assert [run.config for run in actual] == [
         {"lr": lr, "name": "adam", "net": {"sizes": [2, 3]}} for lr in (0.5, 0.25, 0.125)
     ]
-    assert (jnp.stack([run.key for run in found]) == keys).all()
+    assert (jnp.stack([run.key for run in actual]) == prng_keys).all()
     assert not lox.runs(tmp_path)[-1].config
 
 
@@ -229,9 +229,9 @@ def test_all_dtypes_bit_by_bit(tmp_path, options):
         jax.jit(act)(values)
     first, other = lox.load(tmp_path)["tree"]
     for name, x in values.items():
-        for found in (first[name], other["again"][name]):
-            assert (found.dtype, found.shape) == (x.dtype, x.shape), name
-            assert found.tobytes() == x.tobytes(), name
+        for actual in (first[name], other["again"][name]):
+            assert (actual.dtype, actual.shape) == (x.dtype, x.shape), name
+            assert actual.tobytes() == x.tobytes(), name
 
 
 @pytest.mark.slow
@@ -246,21 +246,21 @@ def test_prng_keys_as_values(tmp_path, impl, options):
 
         return jax.lax.scan(step, key, jnp.arange(3))[0]
 
-    keys = jax.random.split(jax.random.key(0, impl=impl), 2)
+    prng_keys = jax.random.split(jax.random.key(0, impl=impl), 2)
     with lox.SaveLogger(tmp_path) as logger:
 
         def run(key):
             state = logger.init(key)
             return logger.spool(f, state)(key) if options is None else logger.tap(f, state, **options)(key)
 
-        jax.jit(jax.vmap(run))(keys)
-        logger.log(logger.init(jax.random.key(9)), {"key": keys[0]})
-    logs, expected = lox.load(tmp_path, keys), jax.vmap(lox.spool(f))(keys)[1]
-    for found, key in (logs["key"], expected["key"]), (logs["tree"]["both"], expected["tree"]["both"]):
-        assert (found.dtype, found.shape) == (key.dtype, key.shape)
-        assert (found == key).all()
+        jax.jit(jax.vmap(run))(prng_keys)
+        logger.log(logger.init(jax.random.key(9)), {"key": prng_keys[0]})
+    logs, expected = lox.load(tmp_path, prng_keys), jax.vmap(lox.spool(f))(prng_keys)[1]
+    for actual, key in (logs["key"], expected["key"]), (logs["tree"]["both"], expected["tree"]["both"]):
+        assert (actual.dtype, actual.shape) == (key.dtype, key.shape)
+        assert (actual == key).all()
     same(logs["tree"]["i"], expected["tree"]["i"])
-    assert (lox.load(tmp_path, jax.random.key(9))["key"] == keys[:1]).all()
+    assert (lox.load(tmp_path, jax.random.key(9))["key"] == prng_keys[:1]).all()
 
 
 def test_prng_keys_are_words_to_other_loggers(tmp_path):
@@ -334,23 +334,23 @@ def test_a_thousand_lanes(tmp_path):
 
         return jax.lax.scan(step, w, jnp.arange(steps))[0]
 
-    keys, lrs = jax.random.split(jax.random.key(0), lanes), jnp.linspace(1e-4, 1e-1, lanes)
+    prng_keys, lrs = jax.random.split(jax.random.key(0), lanes), jnp.linspace(1e-4, 1e-1, lanes)
     begin = time.perf_counter()
     with lox.SaveLogger(tmp_path) as logger:
-        states = jax.vmap(lambda key, lr: logger.init(key, {"lr": lr}))(keys, lrs)
+        states = jax.vmap(lambda key, lr: logger.init(key, {"lr": lr}))(prng_keys, lrs)
         run = jax.jit(jax.vmap(lambda state, lr: logger.tap(train, state, buffer=100)(0.0, lr)))
         out = run(states, lrs)
     written = time.perf_counter()
-    logs = lox.load(tmp_path, keys)
+    logs = lox.load(tmp_path, prng_keys)
     print(f"{lanes} lanes × 5 keys × {steps} steps: written {written - begin:.1f} s, "
           f"read {time.perf_counter() - written:.1f} s")  # fmt: skip
     expected_out, expected = jax.jit(jax.vmap(lox.spool(train), in_axes=(None, 0)))(0.0, lrs)
     np.testing.assert_array_equal(out, expected_out)
     assert set(logs) == set(expected) and not logs.valid
     for key in expected:
-        found, wanted = logs[key], np.asarray(expected[key])
-        assert (found.shape, found.dtype) == ((lanes, steps), wanted.dtype)
-        assert found.tobytes() == wanted.tobytes(), key
+        actual, wanted = logs[key], np.asarray(expected[key])
+        assert (actual.shape, actual.dtype) == ((lanes, steps), wanted.dtype)
+        assert actual.tobytes() == wanted.tobytes(), key
     for key in set(expected) - {"seed"}:
         assert (logs.step[key] == np.arange(steps)).all()
     assert np.array_equal(np.float32([run.config["lr"] for run in lox.runs(tmp_path)]), lrs)
@@ -535,11 +535,11 @@ def test_forks_have_loggers_of_their_own(tmp_path):
         logger._writer._lock.acquire()  # as if its thread were in the middle of writing
         if os.fork() == 0:
             assert lox.load("runs")["x"].tolist() == [1]
-            own = lox.store.Writer("runs")
-            own.append(own.open_run("child"), {"x": 2})
+            writer = lox.store.Writer("runs")
+            writer.append(writer.open_run("child"), {"x": 2})
             assert lox.load("runs", "child")["x"].tolist() == [2]
             lox.store._open._close_all()
-            os._exit(0 if own.closed else 1)  # JAX's own clean-up would crash in a fork
+            os._exit(0 if writer.closed else 1)  # JAX's own clean-up would crash in a fork
         logger._writer._lock.release()
         assert os.wait()[1] == 0
         """
@@ -579,8 +579,8 @@ def test_disk_full(tmp_path, monkeypatch, room):
         ):
             logger.flush()
     with pytest.warns(lox.LoxWarning, match="not all that was logged is on disk"):
-        found = lox.load(tmp_path)["x"]
-    assert len(found) >= 500 and found.tolist() == list(range(1, len(found) + 1))  # earlier data intact
+        actual = lox.load(tmp_path)["x"]
+    assert len(actual) >= 500 and actual.tolist() == list(range(1, len(actual) + 1))  # earlier data intact
     disk.room = 1 << 30  # somebody has tidied up
     logger.flush()
     logger.close()
@@ -636,8 +636,8 @@ def test_a_directory_that_cannot_be_made_by_a_compiled_program(tmp_path, monkeyp
     logger = lox.SaveLogger(tmp_path / "file")
 
     @jax.jit
-    def run(key, x):
-        return a_training(logger, logger.init(key))(x)
+    def run(prng_key, x):
+        return a_training(logger, logger.init(prng_key))(x)
 
     with pytest.warns(lox.LoxWarning, match="SaveLogger failed opening run '7': StoreError: .*is a file"):
         assert int(run(jax.random.key(7), 0)) == 500
@@ -684,20 +684,20 @@ def test_threads_log_at_once(tmp_path):
 
 
 def test_modes_as_files_have_them(tmp_path):
-    key = jax.random.key(3)
-    lox.save({"x": 1}, tmp_path, key, mode="w")
-    lox.save({"x": 2}, tmp_path, key, mode="a")
-    same(lox.load(tmp_path, key), {"x": np.asarray([1, 2])})
+    prng_key = jax.random.key(3)
+    lox.save({"x": 1}, tmp_path, prng_key, mode="w")
+    lox.save({"x": 2}, tmp_path, prng_key, mode="a")
+    same(lox.load(tmp_path, prng_key), {"x": np.asarray([1, 2])})
     with lox.SaveLogger(tmp_path, mode="a") as logger:
-        logger.log(logger.init(key), {"x": np.asarray(3)})
-    same(lox.load(tmp_path, key), {"x": np.asarray([1, 2, 3])})
+        logger.log(logger.init(prng_key), {"x": np.asarray(3)})
+    same(lox.load(tmp_path, prng_key), {"x": np.asarray([1, 2, 3])})
     with pytest.raises(lox.RunExistsError):
-        lox.save({"x": 4}, tmp_path, key, mode="x")
+        lox.save({"x": 4}, tmp_path, prng_key, mode="x")
     with lox.SaveLogger(tmp_path, mode="w") as logger:
-        logger.log(logger.init(key), {"x": np.asarray(5)})
+        logger.log(logger.init(prng_key), {"x": np.asarray(5)})
     same(lox.load(tmp_path), {"x": np.asarray([5])})
     with pytest.raises(lox.OptionError, match="`mode` is 'r'; choose one of 'new', 'append', 'overwrite' and 'error'"):
-        lox.save({"x": 4}, tmp_path, key, mode="r")
+        lox.save({"x": 4}, tmp_path, prng_key, mode="r")
 
 
 # --- save inside of programs ---
@@ -705,19 +705,19 @@ def test_modes_as_files_have_them(tmp_path):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_save_inside_of_a_program(tmp_path, wrap):
-    key = jax.random.key(5)
+    prng_key = jax.random.key(5)
 
     @wrap
-    def f(x, key):
+    def f(x, prng_key):
         _, logs = lox.spool(with_steps)(x)
-        lox.save(logs, tmp_path, key, config={"scale": x[1], "name": "a"})
-        lox.save({"last": x[-1], "one": 1, "key": key}, tmp_path, key)
+        lox.save(logs, tmp_path, prng_key, config={"scale": x[1], "name": "a"})
+        lox.save({"last": x[-1], "one": 1, "key": prng_key}, tmp_path, prng_key)
         return x
 
     for _ in range(2):
-        f(jnp.arange(3), key)
+        f(jnp.arange(3), prng_key)
     jax.effects_barrier()
-    logs = lox.load(tmp_path, key)
+    logs = lox.load(tmp_path, prng_key)
     same(logs["carry"], np.asarray([0, 1, 3] * 2, np.int32))
     same(logs.step["carry"], np.asarray([0, 1, 2] * 2, np.int32))
     same(logs["last"], np.asarray([2, 2], np.int32))
@@ -726,12 +726,12 @@ def test_save_inside_of_a_program(tmp_path, wrap):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_save_under_vmap_is_a_run_for_every_key(tmp_path, wrap):
-    keys = jax.vmap(jax.random.key)(jnp.array([3, 4, 5]))
+    prng_keys = jax.vmap(jax.random.key)(jnp.array([3, 4, 5]))
     save = wrap(jax.vmap(lambda key, x: lox.save({"x": x, "same": 7}, tmp_path, key, mode="w", config={"x": x})))
     for scale in (1, 2):
-        save(keys, scale * jnp.arange(3))
+        save(prng_keys, scale * jnp.arange(3))
     jax.effects_barrier()
-    same(lox.load(tmp_path, keys)["x"], np.asarray([[0], [2], [4]], np.int32))
+    same(lox.load(tmp_path, prng_keys)["x"], np.asarray([[0], [2], [4]], np.int32))
     assert [(run.name, run.config) for run in lox.runs(tmp_path)] == [("3", {"x": 0}), ("4", {"x": 2}), ("5", {"x": 4})]
     jax.effects_barrier()
     raw = jax.vmap(jax.random.PRNGKey)(jnp.array([3, 4, 5]))
@@ -759,8 +759,8 @@ def test_ragged_logs_saved_inside_of_a_program(tmp_path):
         lox.log({"x": x}, where=x > 1)
         return x
 
-    keys = jax.random.split(jax.random.key(0), 3)
+    prng_keys = jax.random.split(jax.random.key(0), 3)
     each = lambda key, xs: lox.save(lox.spool(lambda xs: jax.lax.map(f, xs))(xs)[1], tmp_path, key)  # noqa: E731
-    jax.jit(jax.vmap(each))(keys, jnp.array([[0, 1], [1, 2], [3, 4]]))
+    jax.jit(jax.vmap(each))(prng_keys, jnp.array([[0, 1], [1, 2], [3, 4]]))
     jax.effects_barrier()
-    assert [lox.load(tmp_path, key).get("x", np.zeros(0)).tolist() for key in keys] == [[], [2], [3, 4]]
+    assert [lox.load(tmp_path, key).get("x", np.zeros(0)).tolist() for key in prng_keys] == [[], [2], [3, 4]]

@@ -91,9 +91,9 @@ def test_every_dtype_comes_back_bit_by_bit(tmp_path, name):
 def test_steps_of_every_dtype(tmp_path, name):
     values = every_pattern(name)[:9]
     lox.save(lox.logdict({"x": np.zeros(len(values))}, steps={"t": {"x": values}}), tmp_path)
-    found = lox.load(tmp_path).t["x"]
-    assert found.dtype == values.dtype
-    assert bits(found) == bits(values)
+    actual = lox.load(tmp_path).t["x"]
+    assert actual.dtype == values.dtype
+    assert bits(actual) == bits(values)
 
 
 def test_prng_keys(tmp_path):
@@ -104,8 +104,8 @@ def test_prng_keys(tmp_path):
     assert logs["one"].dtype == one.dtype
     assert logs["rbg"]["inside"].dtype == rbg.dtype
     assert logs["many"].shape == (1, 2, 3)
-    for found, expected in [(logs["one"], one), (logs["many"], many), (logs["rbg"]["inside"], rbg)]:
-        same(jax.random.key_data(found)[0], jax.random.key_data(expected))
+    for actual, expected in [(logs["one"], one), (logs["many"], many), (logs["rbg"]["inside"], rbg)]:
+        same(jax.random.key_data(actual)[0], jax.random.key_data(expected))
     assert jax.random.uniform(logs["one"][0]) == jax.random.uniform(one)
 
 
@@ -163,9 +163,9 @@ def test_pytrees(tmp_path):
     }
     lox.save(logs, tmp_path)
     expected = {key: jax.tree.map(lambda x: x[None], value) for key, value in logs.items()}
-    found = lox.load(tmp_path)
-    same(found, expected)
-    assert jax.tree.structure(dict(found)) == jax.tree.structure(expected)
+    actual = lox.load(tmp_path)
+    same(actual, expected)
+    assert jax.tree.structure(dict(actual)) == jax.tree.structure(expected)
 
 
 def test_classes_come_back_as_dicts(tmp_path):
@@ -242,10 +242,10 @@ def test_events_that_do_not_fit_together_are_kept_apart(tmp_path):
     same(logs["y@3"][2], f32([[7, 8, 9]]))
 
 
-def _key_data(key):
+def _key_data(prng_key):
     from lox.store._keys import KeyData, impl_name
 
-    return KeyData(np.asarray(jax.random.key_data(key)), impl_name(key))
+    return KeyData(np.asarray(jax.random.key_data(prng_key)), impl_name(prng_key))
 
 
 # --- logs of transformations ---
@@ -310,10 +310,10 @@ LANES = f32([[1, -1, 2, -1], [-1, -1, 3, 4]])
 def test_lanes_as_runs(tmp_path, inside):
     f = lox.spool(jax.vmap(ragged)) if inside else jax.vmap(lox.spool(ragged))
     _, logs = f(LANES)
-    keys = jax.random.split(jax.random.key(0))
-    lox.save(logs, tmp_path, keys)
+    prng_keys = jax.random.split(jax.random.key(0))
+    lox.save(logs, tmp_path, prng_keys)
     for i, expected in enumerate([([1, 2], [0, 2]), ([3, 4], [2, 3])]):
-        loaded = lox.load(tmp_path, keys[i])
+        loaded = lox.load(tmp_path, prng_keys[i])
         same(loaded, {"x": f32(expected[0]), "all": LANES[i]})
         same(loaded.step["x"], i32(expected[1]))
         same(loaded, logs.lane(i))
@@ -339,12 +339,12 @@ def test_nested_lanes(tmp_path):
         return x
 
     xs = np.arange(6, dtype=np.float32).reshape(2, 3)
-    keys = jax.random.split(jax.random.key(0), (2, 3))
+    prng_keys = jax.random.split(jax.random.key(0), (2, 3))
     _, logs = lox.spool(jax.vmap(jax.vmap(f)))(xs)
-    lox.save(logs, tmp_path, keys)
+    lox.save(logs, tmp_path, prng_keys)
     for i in range(2):
         for j in range(3):
-            same(lox.load(tmp_path, keys[i, j]), {"x": xs[i, j][None], "same": f32([1])})
+            same(lox.load(tmp_path, prng_keys[i, j]), {"x": xs[i, j][None], "same": f32([1])})
 
 
 def test_lanes_that_do_not_fit(tmp_path):
@@ -375,20 +375,20 @@ def test_tapped_events(tmp_path):
 
 @pytest.mark.parametrize("buffer", [None, 3])
 def test_tapped_lanes(tmp_path, buffer):
-    keys = jax.random.split(jax.random.key(0))
+    prng_keys = jax.random.split(jax.random.key(0))
     with Writer(tmp_path) as writer:
-        runs = writer.open_runs(key_data=jax.random.key_data(keys), key_impl="threefry2x32")
+        runs = writer.open_runs(key_data=jax.random.key_data(prng_keys), key_impl="threefry2x32")
         lox.tap(jax.vmap(ragged), lambda logs: writer.append(runs, logs), buffer=buffer)(LANES)
     logs = lox.spool(jax.vmap(ragged))(LANES)[1]
     for i in range(2):
-        same(lox.load(tmp_path, keys[i]), logs.lane(i))
-        same(lox.load(tmp_path, keys[i]).step["x"], logs.lane(i).step["x"])
+        same(lox.load(tmp_path, prng_keys[i]), logs.lane(i))
+        same(lox.load(tmp_path, prng_keys[i]).step["x"], logs.lane(i).step["x"])
 
 
 @pytest.mark.slow
 def test_1024_lanes(tmp_path):
     lanes, steps = 1024, 40
-    keys = jax.random.split(jax.random.key(0), lanes)
+    prng_keys = jax.random.split(jax.random.key(0), lanes)
 
     def f(key):
         def body(carry, i):
@@ -401,13 +401,15 @@ def test_1024_lanes(tmp_path):
         return jax.lax.scan(body, 0.0, jnp.arange(steps))[0]
 
     with Writer(tmp_path) as writer:
-        runs = writer.open_runs(key_data=jax.random.key_data(keys), key_impl="threefry2x32")
-        jax.block_until_ready(lox.tap(jax.jit(jax.vmap(f)), lambda logs: writer.append(runs, logs), buffer=16)(keys))
-    _, expected = jax.jit(lox.spool(jax.vmap(f)))(keys)
+        runs = writer.open_runs(key_data=jax.random.key_data(prng_keys), key_impl="threefry2x32")
+        jax.block_until_ready(
+            lox.tap(jax.jit(jax.vmap(f)), lambda logs: writer.append(runs, logs), buffer=16)(prng_keys)
+        )
+    _, expected = jax.jit(lox.spool(jax.vmap(f)))(prng_keys)
     expected = jax.tree.map(np.asarray, expected)
     for i in (0, 500, 1023):
-        same(lox.load(tmp_path, keys[i]), expected.lane(i))
-    stacked = lox.load(tmp_path, keys)
+        same(lox.load(tmp_path, prng_keys[i]), expected.lane(i))
+    stacked = lox.load(tmp_path, prng_keys)
     for key in ("a", "b", "f"):
         same(stacked[key], np.swapaxes(expected[key], 0, 1))
     same(stacked["c"]["d"], np.swapaxes(expected["c"]["d"], 0, 1))
@@ -434,13 +436,13 @@ def test_1024_lanes(tmp_path):
         ),
     ],
 )
-def test_names(tmp_path, key, name):
-    lox.save({"x": 1}, tmp_path, key)
+def test_names(tmp_path, prng_key, name):
+    lox.save({"x": 1}, tmp_path, prng_key)
     (run,) = lox.runs(tmp_path)
     assert run.name == name
-    same(lox.load(tmp_path, key), {"x": np.asarray([1])})
-    raw = not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    same(jax.random.key_data(run.key), key if raw else jax.random.key_data(key))
+    same(lox.load(tmp_path, prng_key), {"x": np.asarray([1])})
+    raw = not jnp.issubdtype(prng_key.dtype, jax.dtypes.prng_key)
+    same(jax.random.key_data(run.key), prng_key if raw else jax.random.key_data(prng_key))
 
 
 def test_no_two_keys_share_a_name():
@@ -461,53 +463,53 @@ def test_bad_keys(tmp_path):
 
 # --- modes ---
 
-KEY = jax.random.key(42)
+PRNG_KEY = jax.random.key(42)
 
 
 def test_new(tmp_path):
     for i in range(3):
-        lox.save({"x": i}, tmp_path, KEY, mode="new")
+        lox.save({"x": i}, tmp_path, PRNG_KEY, mode="new")
     assert [run.name for run in lox.runs(tmp_path)] == ["42", "42.1", "42.2"]
-    assert lox.load(tmp_path, KEY)["x"].tolist() == [2]
+    assert lox.load(tmp_path, PRNG_KEY)["x"].tolist() == [2]
     assert lox.load(tmp_path, "42.1")["x"].tolist() == [1]
 
 
 def test_append(tmp_path):
-    lox.save({"x": 0}, tmp_path, KEY, mode="new")
-    lox.save({"x": 1}, tmp_path, KEY, mode="new")
-    lox.save({"x": 2, "y": 0.5}, tmp_path, KEY)
-    lox.save({"x": 3}, tmp_path, KEY)
+    lox.save({"x": 0}, tmp_path, PRNG_KEY, mode="new")
+    lox.save({"x": 1}, tmp_path, PRNG_KEY, mode="new")
+    lox.save({"x": 2, "y": 0.5}, tmp_path, PRNG_KEY)
+    lox.save({"x": 3}, tmp_path, PRNG_KEY)
     assert [run.name for run in lox.runs(tmp_path)] == ["42", "42.1"]
-    same(lox.load(tmp_path, KEY), {"x": np.asarray([1, 2, 3]), "y": np.asarray([0.5])})
+    same(lox.load(tmp_path, PRNG_KEY), {"x": np.asarray([1, 2, 3]), "y": np.asarray([0.5])})
     assert lox.load(tmp_path, "42")["x"].tolist() == [0]
 
 
 def test_overwrite(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    lox.save({"x": 0}, tmp_path, KEY, mode="new")
-    lox.save({"x": 1}, tmp_path, KEY, mode="new")
+    lox.save({"x": 0}, tmp_path, PRNG_KEY, mode="new")
+    lox.save({"x": 1}, tmp_path, PRNG_KEY, mode="new")
     lox.save({"x": 9}, tmp_path, jax.random.key(1))
     groups = sorted(p for p in tmp_path.iterdir() if p.is_dir())
     (groups[1] / "plot.png").write_text("mine too")
     (groups[0] / "meta.json.123.tmp").write_text("of a crash")
     (groups[0] / "p0000-000.arrows.damaged").write_text("of a repair")
-    lox.save({"x": 2}, tmp_path, KEY, mode="overwrite")
+    lox.save({"x": 2}, tmp_path, PRNG_KEY, mode="overwrite")
     assert [run.name for run in lox.runs(tmp_path)] == ["1", "42"]
-    assert lox.load(tmp_path, KEY)["x"].tolist() == [2]
+    assert lox.load(tmp_path, PRNG_KEY)["x"].tolist() == [2]
     assert lox.load(tmp_path, jax.random.key(1))["x"].tolist() == [9]
     assert not groups[0].exists()
     assert [p.name for p in groups[1].iterdir()] == ["plot.png"]  # what lox did not write stays
     assert (tmp_path / "notes.txt").read_text() == "mine"
-    lox.save({"x": 3}, tmp_path, KEY, mode="new")
+    lox.save({"x": 3}, tmp_path, PRNG_KEY, mode="new")
     assert [run.name for run in lox.runs(tmp_path)] == ["1", "42", "42.1"]
 
 
 def test_overwrite_keeps_the_other_lanes(tmp_path):
-    keys = jax.random.split(KEY, 3)
+    prng_keys = jax.random.split(PRNG_KEY, 3)
     _, logs = lox.spool(jax.vmap(lambda x: lox.log({"x": x})))(f32([0, 1, 2]))
-    lox.save(logs, tmp_path, keys)
-    lox.save({"x": 9.0}, tmp_path, keys[1], mode="overwrite")
-    assert [lox.load(tmp_path, key)["x"].tolist() for key in keys] == [[0], [9], [2]]
+    lox.save(logs, tmp_path, prng_keys)
+    lox.save({"x": 9.0}, tmp_path, prng_keys[1], mode="overwrite")
+    assert [lox.load(tmp_path, key)["x"].tolist() for key in prng_keys] == [[0], [9], [2]]
 
 
 def test_overwrite_leaves_a_living_writer_alone(tmp_path):
@@ -527,20 +529,20 @@ def test_overwrite_leaves_a_living_writer_alone(tmp_path):
 
 def test_an_overwrite_that_was_interrupted(tmp_path, monkeypatch):
     """The successor's entry is what counts: whatever of the old files is left, they are not seen."""
-    lox.save({"x": 0}, tmp_path, KEY)
+    lox.save({"x": 0}, tmp_path, PRNG_KEY)
     monkeypatch.setattr("lox.store._group.Group.delete", lambda self: None)
-    lox.save({"x": 1}, tmp_path, KEY, mode="overwrite")
+    lox.save({"x": 1}, tmp_path, PRNG_KEY, mode="overwrite")
     monkeypatch.undo()
     assert lox.load(tmp_path)["x"].tolist() == [1]
     assert len(list(tmp_path.iterdir())) == 2
-    lox.save({"x": 2}, tmp_path, KEY, mode="overwrite")
+    lox.save({"x": 2}, tmp_path, PRNG_KEY, mode="overwrite")
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_error(tmp_path):
-    lox.save({"x": 0}, tmp_path, KEY, mode="error")
+    lox.save({"x": 0}, tmp_path, PRNG_KEY, mode="error")
     with pytest.raises(lox.RunExistsError, match=r"(?s)the run '42' is already in .*Use another PRNG key") as error:
-        lox.save({"x": 0}, tmp_path, KEY, mode="error")
+        lox.save({"x": 0}, tmp_path, PRNG_KEY, mode="error")
     assert isinstance(error.value, FileExistsError)
     assert lox.load(tmp_path)["x"].tolist() == [0]
 
@@ -593,12 +595,12 @@ def test_stack(tmp_path):
 
 
 def test_several_keys_stack(tmp_path):
-    keys = jax.random.split(KEY, 3)
-    for i, key in enumerate(keys):
+    prng_keys = jax.random.split(PRNG_KEY, 3)
+    for i, key in enumerate(prng_keys):
         lox.save({"x": f32(i)}, tmp_path, key)
-    same(lox.load(tmp_path, keys[::-1])["x"], f32([[2], [1], [0]]))
+    same(lox.load(tmp_path, prng_keys[::-1])["x"], f32([[2], [1], [0]]))
     with pytest.raises(lox.OptionError, match="the same PRNG key twice"):
-        lox.load(tmp_path, keys[jnp.asarray([0, 0])])
+        lox.load(tmp_path, prng_keys[jnp.asarray([0, 0])])
 
 
 def test_argnames(tmp_path):
@@ -638,7 +640,7 @@ def test_missing(tmp_path):
         lox.save({"x": 1}, tmp_path / "file")
     with Writer(tmp_path / "a"), pytest.raises(lox.RunNotFoundError, match="has no runs yet"):
         lox.load(tmp_path / "a")
-    lox.save({"x": 1}, tmp_path / "b", KEY)
+    lox.save({"x": 1}, tmp_path / "b", PRNG_KEY)
     with pytest.raises(lox.RunNotFoundError, match=r"there is no run '7' in .*b'. The runs are '42'."):
         lox.load(tmp_path / "b", jax.random.key(7))
     with pytest.raises(lox.RunNotFoundError, match="there is no run 'x'"):
@@ -648,11 +650,11 @@ def test_missing(tmp_path):
 def test_runs(tmp_path):
     before = datetime.datetime.now(datetime.UTC)
     config = {"lr": np.float32(0.5), "layers": (1, 2), "f": len, "a": jnp.arange(2), "nested": {"x": None}}
-    lox.save({"x": 1}, tmp_path, KEY, config=config)
+    lox.save({"x": 1}, tmp_path, PRNG_KEY, config=config)
     lox.save({"x": 1}, tmp_path)
     first, second = lox.runs(tmp_path)
     assert first.config == {"lr": 0.5, "layers": [1, 2], "f": str(len), "a": [0, 1], "nested": {"x": None}}
-    assert first.key == KEY
+    assert first.key == PRNG_KEY
     assert (first.key_data, first.key_impl) == ((0, 42), "threefry2x32")
     assert before <= first.opened <= second.opened <= datetime.datetime.now(datetime.UTC)
     assert (second.name, second.key, second.config) == ("run", None, None)
@@ -824,8 +826,8 @@ def test_poll(tmp_path):
 @pytest.mark.slow
 def test_import_is_light():
     code = "import lox, sys; print([m for m in ('nanoarrow', 'rich', 'pyarrow', 'pickle5') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    actual = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert actual.stdout.strip() == "[]"
 
 
 def test_poll_of_events_that_do_not_fit_together(tmp_path):
@@ -857,28 +859,28 @@ if os.fork() == 0:
 os.wait()
 writer.close()
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "belongs to the process that this one was forked from" in found.stdout
+    actual = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "belongs to the process that this one was forked from" in actual.stdout
     assert lox.load(tmp_path)["x"].tolist() == [1]
 
 
 @pytest.mark.parametrize("mode", ["new", "append", "overwrite"])
 def test_one_key_twice_is_two_runs(tmp_path, mode):
-    lox.save({"x": 0.0}, tmp_path, KEY)
+    lox.save({"x": 0.0}, tmp_path, PRNG_KEY)
     with Writer(tmp_path) as writer:
         runs = writer.open_runs(key_data=[[0, 42], [0, 42]], mode=mode)
         for run in runs:
             writer.append(run, {"x": np.float64(run + 1)})
-    found = {name: logs["x"].tolist() for name, logs in lox.load(tmp_path).items()}
+    actual = {name: logs["x"].tolist() for name, logs in lox.load(tmp_path).items()}
     assert (
-        found
+        actual
         == {
             "new": {"42": [0], "42.1": [1], "42.2": [2]},
             "append": {"42": [0, 1], "42.1": [2]},
             "overwrite": {"42": [1], "42.1": [2]},
         }[mode]
     )
-    assert writer.run_names == list(found)[-2:]
+    assert writer.run_names == list(actual)[-2:]
 
 
 @pytest.mark.slow
@@ -892,8 +894,8 @@ f()
 writer = lox.store.Writer({str(tmp_path)!r})
 writer.append(writer.open_run(mode="append"), {{"x": np.float32(2)}})
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stderr == ""
+    actual = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert actual.stderr == ""
     assert lox.load(tmp_path)["x"].tolist() == [1, 2]
 
 
@@ -930,8 +932,8 @@ def test_two_that_chose_the_same_name():
         entry("c", "42", "42", "new", 2.0),
     ]
     for order in itertools.permutations(entries):
-        found = resolve(list(order))
-        assert {name: record.entries[0].group for name, record in found.items()} == {
+        actual = resolve(list(order))
+        assert {name: record.entries[0].group for name, record in actual.items()} == {
             "42": "a",
             "42.1": "b",
             "42.2": "c",
@@ -945,8 +947,8 @@ def test_the_time_decides_what_is_overwritten():
         entry("young", "42", "42", "overwrite", 2.0),
         entry("old", "42.1", "42", "new", 3.0, 1),
     ]
-    found = resolve(entries)
-    assert {name: record.entries[0].group for name, record in found.items()} == {"42": "young", "42.1": "old"}
+    actual = resolve(entries)
+    assert {name: record.entries[0].group for name, record in actual.items()} == {"42": "young", "42.1": "old"}
 
 
 def test_the_working_directory_may_change(tmp_path, monkeypatch):

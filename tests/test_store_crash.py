@@ -136,8 +136,8 @@ def test_disk_full(tmp_path, monkeypatch, room, can_truncate):
     assert flushed < done < 100
     # What was there before is intact, and others can read it meanwhile.
     reader = Reader(tmp_path)
-    found = reader.poll()
-    assert (found["run"]["x"].tolist() if found else []) == list(range(flushed))
+    actual = reader.poll()
+    assert (actual["run"]["x"].tolist() if actual else []) == list(range(flushed))
     # Reading in this process cannot flush: it says so, and reads what there is.
     if flushed:
         with pytest.warns(lox.LoxWarning, match="not all that was logged is on disk"):

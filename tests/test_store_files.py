@@ -91,11 +91,11 @@ def test_duckdb(stored):
     # Its own reader of Arrow files is an extension to be downloaded; tables of pyarrow it reads as they are.
     table = pyarrow.ipc.open_stream(stored).read_all()
     assert table.num_rows == 10
-    found = duckdb.sql(
+    actual = duckdb.sql(
         "select run, max(loss), sum(grad[1]) from table group by run order by run".replace("table", "t"),
         connection=_connect(t=table),
     )
-    assert found.fetchall() == [(0, 4.0, 10.0), (1, 4.5, 10.0)]
+    assert actual.fetchall() == [(0, 4.0, 10.0), (1, 4.5, 10.0)]
 
 
 def _connect(**tables):

@@ -21,7 +21,7 @@ def storey(module: str) -> int:
 
 def imports(module: str) -> dict[str, bool]:
     """The modules of lox that one imports, and whether it does so when it is itself imported."""
-    found: dict[str, bool] = {}
+    imported: dict[str, bool] = {}
 
     def visit(node: ast.AST, at_once: bool) -> None:
         for child in ast.iter_child_nodes(node):
@@ -31,14 +31,14 @@ def imports(module: str) -> dict[str, bool]:
                 for alias in child.names:
                     name = f"{child.module}.{alias.name}"
                     name = name if name in MODULES else child.module or ""
-                    found[name] = found.get(name, False) or at_once
+                    imported[name] = imported.get(name, False) or at_once
             elif isinstance(child, ast.Import):
                 names = [alias.name for alias in child.names if alias.name.split(".")[0] == "lox"]
-                found.update({name: at_once for name in names})
+                imported.update({name: at_once for name in names})
             visit(child, at_once and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
     visit(ast.parse(MODULES[module].read_text()), True)
-    return found
+    return imported
 
 
 def test_imports_point_downward() -> None:

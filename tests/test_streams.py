@@ -26,14 +26,14 @@ def received(transform: Any, *args: Any) -> list[lox.logdict]:
 
 
 def lanes_of(logs: list[lox.logdict], lane: int) -> list[tuple[str, list[float]]]:
-    found = []
+    actual = []
     for event in logs:
         for key in event:
             valid = np.asarray(event.valid.get(key, True))
             one = event.filter(lambda k, key=key: k == key)
             if not valid.shape or valid[..., lane].any():
-                found.append((key, np.atleast_1d(np.asarray(one.lane(lane)[key])).tolist()))
-    return found
+                actual.append((key, np.atleast_1d(np.asarray(one.lane(lane)[key])).tolist()))
+    return actual
 
 
 def branching(n: Any) -> Any:
@@ -292,8 +292,8 @@ def test_integers_are_summed_as_jax_sums_them() -> None:
     for dtype in ("int32", "uint8", "int16", "bool"):
         with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
             xs = jnp.asarray([2**30] * 4 if dtype == "int32" else [1] * 4, dtype)
-            found = lox.spool(f, reduce="sum")(xs)[1]["x"]
-            assert (int(found), found.dtype) == (int(xs.sum()), xs.sum().dtype)
+            actual = lox.spool(f, reduce="sum")(xs)[1]["x"]
+            assert (int(actual), actual.dtype) == (int(xs.sum()), xs.sum().dtype)
         xs = jnp.asarray([1] * 4, dtype)
         assert lox.spool(f, reduce="sum")(xs)[1]["x"].dtype == xs.sum().dtype
 
@@ -316,12 +316,12 @@ def test_explicit_sharding() -> None:
     logs = jax.tree.map(np.asarray, dict(lox.spool(f)(x)[1]))
     for jit in (lambda f: f, jax.jit):
         for how, exact in (("mean", np.mean), ("max", np.max), ("std", np.std), ("sum", np.sum)):
-            found = jit(lox.spool(f, reduce=how))(x)[1]
+            actual = jit(lox.spool(f, reduce=how))(x)[1]
             for key in logs:
-                np.testing.assert_allclose(found[key], exact(logs[key], 0), rtol=1e-5)
-        found = jit(lox.spool(f, interval=2))(x)[1]
+                np.testing.assert_allclose(actual[key], exact(logs[key], 0), rtol=1e-5)
+        actual = jit(lox.spool(f, interval=2))(x)[1]
         for key in logs:
-            np.testing.assert_array_equal(found[key], logs[key][::2])
+            np.testing.assert_array_equal(actual[key], logs[key][::2])
         for options in ({}, {"buffer": 3}):
             got = received(lambda cb, o=options, jit=jit: jit(lox.tap(f, cb, **o)), x)
             total = np.concatenate([np.reshape(e["m"], -1) for e in got])

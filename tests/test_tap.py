@@ -306,17 +306,17 @@ def test_reraise_on_several_threads_and_one_inside_the_other() -> None:
         try:
             with lox.reraise(), lox.reraise():
                 jax.block_until_ready(f(X))
-        except Mine as found:
-            return found is error
+        except Mine as caught:
+            return caught is error
         return None
 
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda n=n: found.append(caught_by(n))) for n in range(4)]
+    caught: list[Any] = []
+    threads = [threading.Thread(target=lambda n=n: caught.append(caught_by(n))) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * 4
+    assert caught == [True] * 4
 
 
 def test_errors_that_nobody_finds_do_not_fill_the_memory() -> None:

@@ -28,8 +28,8 @@ def read(folder):
     return EventAccumulator(str(folder), size_guidance=everything).Reload()
 
 
-def scalars(found, tag):
-    return [(event.step, event.value) for event in found.Scalars(tag)]
+def scalars(actual, tag):
+    return [(event.step, event.value) for event in actual.Scalars(tag)]
 
 
 # --- the format, with nothing but Python ---
@@ -86,9 +86,9 @@ def test_every_value_and_step(tmp_path):
 
     with TensorBoardLogger(tmp_path) as logger:
         logger.spool(jax.jit(train), logger.init(jax.random.key(7)))((values, steps.astype(np.int32)))
-    found = read(tmp_path / "7").Scalars("x")
-    assert [e.step for e in found] == steps.tolist()
-    assert np.array([e.value for e in found], np.float32).tobytes() == values.tobytes()
+    actual = read(tmp_path / "7").Scalars("x")
+    assert [e.step for e in actual] == steps.tolist()
+    assert np.array([e.value for e in actual], np.float32).tobytes() == values.tobytes()
 
 
 def show(x):
@@ -117,31 +117,31 @@ def test_everything_that_can_be_shown(tmp_path, how):
         getattr(logger, how)(show, state)(X)
         logger.log_text(state, "notes", "*one*", step=3)
         jax.jit(lambda state: logger.log_text(state, "notes", "two", step=4))(state)
-    found = read(tmp_path / "0")
+    actual = read(tmp_path / "0")
     xs = np.asarray(X) / np.float32([[1], [2], [4]])
-    tags = found.Tags()
+    tags = actual.Tags()
     assert tags["scalars"] == ["pair/0", "pair/1", "stats/max", "z/real", "z/imag", "episode"]
     assert (tags["histograms"], tags["images"], tags["tensors"]) == (["h"], ["frame"], ["config", "notes"])
-    assert scalars(found, "pair/1") == list(enumerate(xs[:, 1].tolist()))
-    assert scalars(found, "stats/max") == list(enumerate(xs.max(1).tolist()))
-    assert scalars(found, "z/imag") == [(0, 1), (1, 1), (2, 1)]
-    assert scalars(found, "episode") == [(0, 0), (1, 0), (2, 1)]
-    for n, event in enumerate(found.Histograms("h")):
+    assert scalars(actual, "pair/1") == list(enumerate(xs[:, 1].tolist()))
+    assert scalars(actual, "stats/max") == list(enumerate(xs.max(1).tolist()))
+    assert scalars(actual, "z/imag") == [(0, 1), (1, 1), (2, 1)]
+    assert scalars(actual, "episode") == [(0, 0), (1, 0), (2, 1)]
+    for n, event in enumerate(actual.Histograms("h")):
         value, counts = event.histogram_value, np.histogram(xs[n], 4, (0, 1))[0]
         assert (event.step, value.num, value.sum) == (n, 6, pytest.approx(xs[n].sum(), rel=1e-6))
         assert value.sum_squares == pytest.approx(np.square(xs[n]).sum(), rel=1e-6)
         assert value.bucket == np.trim_zeros(counts).tolist()
         assert value.bucket_limit == [edge for edge, count in zip((0.25, 0.5, 0.75, 1), counts, strict=True) if count]
-    for n, event in enumerate(found.Images("frame")):
+    for n, event in enumerate(actual.Images("frame")):
         pixels = np.asarray(PIL.Image.open(io.BytesIO(event.encoded_image_string)))
         assert (event.step, event.height, event.width) == (n, 2, 1)
         np.testing.assert_array_equal(pixels, np.round(255 * xs[n].reshape(2, 1, 3)))
-    (config,) = found.Tensors("config")
+    (config,) = actual.Tensors("config")
     (text,) = config.tensor_proto.string_val
     assert json.loads(text.decode().removeprefix("```json").removesuffix("```")) == {"lr": 0.1, "layers": [2, 3]}
-    notes = [(e.step, e.tensor_proto.string_val[0].decode()) for e in found.Tensors("notes")]
+    notes = [(e.step, e.tensor_proto.string_val[0].decode()) for e in actual.Tensors("notes")]
     assert notes == [(3, "*one*"), (4, "two")]
-    assert found.SummaryMetadata("notes").plugin_data.plugin_name == "text"
+    assert actual.SummaryMetadata("notes").plugin_data.plugin_name == "text"
 
 
 @needs_tensorboard
@@ -152,10 +152,10 @@ def test_lanes_inside_a_run(tmp_path):
 
     with TensorBoardLogger(tmp_path) as logger:
         logger.spool(jax.vmap(masked), logger.init(jax.random.key(0)))(jnp.stack([X, X / 2, X / 4 + 0.5]))
-    found = read(tmp_path / "0")
-    assert found.Tags()["images"] == ["frame/2"]
-    assert scalars(found, "x/2") == [(0, np.float32(0.525))]
-    assert found.Histograms("h")[0].histogram_value.num == 6
+    actual = read(tmp_path / "0")
+    assert actual.Tags()["images"] == ["frame/2"]
+    assert scalars(actual, "x/2") == [(0, np.float32(0.525))]
+    assert actual.Histograms("h")[0].histogram_value.num == 6
 
 
 @needs_tensorboard
@@ -168,8 +168,8 @@ def test_which_step_counts(tmp_path):
         logger.log(state, {"c": 1.0})
         logger.log(state, {"c": 2.0})
         logger.log(state, {"step": 7.0}, frame=2)
-    found = read(tmp_path / "0")
-    assert {tag: scalars(found, tag) for tag in found.Tags()["scalars"]} == {
+    actual = read(tmp_path / "0")
+    assert {tag: scalars(actual, tag) for tag in actual.Tags()["scalars"]} == {
         "a": [(30, 1.0)],
         "step": [(30, 3.0)],
         "b": [(5, 1.0), (6, 2.0)],  # no integer: the one after the last
@@ -206,9 +206,9 @@ def test_names_that_look_alike_stay_apart(tmp_path):
         logger.log(state, {"a": {"b": 1.0}})
         logger.log(state, {"a/b": 2.0})
         logger.log(state, {"a": {"b": 3.0}})
-    found = read(tmp_path / "0")
-    assert scalars(found, "a/b") == [(0, 1.0), (1, 3.0)]
-    assert scalars(found, "a/b [key]") == [(0, 2.0)]
+    actual = read(tmp_path / "0")
+    assert scalars(actual, "a/b") == [(0, 1.0), (1, 3.0)]
+    assert scalars(actual, "a/b [key]") == [(0, 2.0)]
 
 
 @needs_tensorboard
@@ -229,8 +229,8 @@ def test_beyond_single_precision(tmp_path):
     with TensorBoardLogger(tmp_path) as logger:
         state = logger.init(jax.random.key(0))
         logger.log(state, {"big": np.float64(1e39), "ok": 1.0}, step=0)
-    found = read(tmp_path / "0")
-    assert (scalars(found, "big"), scalars(found, "ok")) == ([(0, np.inf)], [(0, 1.0)])
+    actual = read(tmp_path / "0")
+    assert (scalars(actual, "big"), scalars(actual, "ok")) == ([(0, np.inf)], [(0, 1.0)])
 
 
 def test_more_runs_than_files_may_be_open(tmp_path):
@@ -257,7 +257,7 @@ def test_example(tmp_path, monkeypatch, capsys):
     assert "tensorboard --logdir" in capsys.readouterr().out
     assert len(list(tmp_path.iterdir())) == 8
     for folder in tmp_path.iterdir():
-        found = read(folder)
-        assert len(found.Scalars("loss/policy")) == len(found.Histograms("gradients")) == 20
-        assert len(found.Scalars("episode_length")) == len(found.Images("visited")) == 10
+        actual = read(folder)
+        assert len(actual.Scalars("loss/policy")) == len(actual.Histograms("gradients")) == 20
+        assert len(actual.Scalars("episode_length")) == len(actual.Images("visited")) == 10
     assert lengths.shape == (8, 10)

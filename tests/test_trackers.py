@@ -39,7 +39,7 @@ trackers = pytest.mark.parametrize(
         pytest.param(make_trackio, read_trackio, marks=needs_trackio, id="trackio"),
     ],
 )
-KEY = jax.random.key(7)
+PRNG_KEY = jax.random.key(7)
 STRANGE = ["a[0]", "a%b", "../x", "", "..", ".", "/", "a//b", "/a", "a/", "é ü", "a\nb", "_x5b_", "pos_x", "x:y", "🙂"]
 STRANGE += [
     "step",
@@ -97,11 +97,11 @@ def test_mlflow_accepts_every_name(name):
 @trackers
 def test_strange_names(make, read, tmp_path):
     with make(tmp_path) as logger:
-        state = logger.init(KEY, config={"deep": {"b": 1}, "a[0]": "text", "_private": [1, 2]})
+        state = logger.init(PRNG_KEY, config={"deep": {"b": 1}, "a[0]": "text", "_private": [1, 2]})
         for number, name in enumerate(STRANGE):
             logger.log(state, {name: number}, step=number)
-    found = {logger.key_of(name): events for name, events in read(logger)["7"].items()}
-    assert found == {name: [({"step": number}, number)] for number, name in enumerate(STRANGE)}
+    actual = {logger.key_of(name): events for name, events in read(logger)["7"].items()}
+    assert actual == {name: [({"step": number}, number)] for number, name in enumerate(STRANGE)}
 
 
 # --- values and steps ---
@@ -118,13 +118,13 @@ def test_values_are_exact(make, read, tmp_path):
         "large": np.int64([2**53, -(2**53), 0]),
     }
     with make(tmp_path) as logger:
-        state = logger.init(KEY)
+        state = logger.init(PRNG_KEY)
         for n in range(3):
             logger.log(state, {name: x[n] for name, x in values.items()}, step=10 * n)
-    found = read(logger)["7"]
-    assert found.keys() == values.keys()
+    actual = read(logger)["7"]
+    assert actual.keys() == values.keys()
     for name, x in values.items():
-        assert found[name] == [
+        assert actual[name] == [
             ({"step": 10 * n}, v) for n, v in enumerate(x.astype(x.dtype if x.dtype.kind == "i" else float).tolist())
         ]
 
@@ -132,12 +132,12 @@ def test_values_are_exact(make, read, tmp_path):
 @trackers
 def test_nan_and_infinities(make, read, tmp_path):
     with make(tmp_path) as logger:
-        state = logger.init(KEY)
+        state = logger.init(PRNG_KEY)
         for n, x in enumerate([1.0, math.nan, math.inf, -math.inf, 2.0]):
             logger.log(state, {"loss": x}, step=n)
-    found = {name: [(steps["step"], str(x)) for steps, x in events] for name, events in read(logger)["7"].items()}
+    actual = {name: [(steps["step"], str(x)) for steps, x in events] for name, events in read(logger)["7"].items()}
     assert (
-        found
+        actual
         == {
             make_neptune: {
                 "loss": [(0, "1.0"), (4, "2.0")],
@@ -155,7 +155,7 @@ def test_nan_and_infinities(make, read, tmp_path):
 @trackers
 def test_steps(make, read, tmp_path):
     with make(tmp_path) as logger:
-        state = logger.init(KEY)
+        state = logger.init(PRNG_KEY)
         for n in (5, 3, 3, 3, 9):  # neither sorted nor unique
             logger.log(state, {"a": 1.0}, step=n)
         for n in range(2):
@@ -176,7 +176,7 @@ def test_steps(make, read, tmp_path):
 @trackers
 def test_another_step_may_count(make, read, tmp_path):
     with make(tmp_path, step="epoch") as logger:
-        logger.log(logger.init(KEY), {"a": 1.0}, step=5, epoch=2)
+        logger.log(logger.init(PRNG_KEY), {"a": 1.0}, step=5, epoch=2)
     assert read(logger)["7"]["a"] == [({"step": 2}, 1.0)]
 
 
@@ -189,7 +189,7 @@ def test_arrays_and_pytrees(make, read, tmp_path):
         jax.vmap(lambda y: lox.log({"both": x * y}, step=y, epoch=9))(jnp.arange(2))
 
     with jax.numpy_dtype_promotion("standard"), make(tmp_path) as logger:
-        logger.spool(f, logger.init(KEY))(3.0)
+        logger.spool(f, logger.init(PRNG_KEY))(3.0)
     at = {"step": 0}
     assert read(logger)["7"] == {
         "v/0": [(at, 3.0)],
@@ -208,7 +208,7 @@ def test_arrays_and_pytrees(make, read, tmp_path):
 @trackers
 def test_large_arrays_are_refused_and_the_rest_is_written(make, read, tmp_path):
     logger = make(tmp_path)
-    state = logger.init(KEY)
+    state = logger.init(PRNG_KEY)
     with pytest.warns(lox.LoxWarning, match=f"{type(logger).__name__} cannot show 'w'"):
         logger.log(state, {"w": np.zeros((10, 10)), "a": 1.0}, step=0)
         with pytest.raises(lox.LogTypeError, match=r"'w': it is an array of float64 with shape \(10, 10\)"):
@@ -217,8 +217,8 @@ def test_large_arrays_are_refused_and_the_rest_is_written(make, read, tmp_path):
     assert read(logger)["7"] == {"a": [({"step": 0}, 1.0)]}
     with make(tmp_path / "b", max_elements=100) as logger:
         logger.log(logger.init(jax.random.key(8)), {"w": np.zeros((10, 10))}, step=0)
-    found = [run for name, run in read(logger).items() if name == "8"]
-    assert len(found[0]) == 100
+    actual = [run for name, run in read(logger).items() if name == "8"]
+    assert len(actual[0]) == 100
 
 
 @trackers
@@ -228,7 +228,7 @@ def test_steps_that_are_missing_or_no_integers(make, read, tmp_path):
 
     joined = at_time(0.0) + at_time(0.5) + lox.spool(lambda: lox.log({"x": 7.0}))()[1] + at_time(1.0)
     with make(tmp_path) as logger:
-        state = logger.init(KEY)
+        state = logger.init(PRNG_KEY)
         logger.log(state, joined)
         logger.log(state, {"x": 2.0}, t=2.0)  # once counted, always counted: two kinds of steps make no curve
         logger.log(state, {"y": 1.0}, step=10.0)  # a float, but an integer
@@ -248,10 +248,10 @@ def test_the_same_step_name_twice_with_other_numbers(make, read, tmp_path):
         lox.log({"b": 2.0}, step=0, epoch=6)
 
     with make(tmp_path) as logger:
-        logger.spool(f, logger.init(KEY))()
-    found = read(logger)["7"]
-    assert [x for _, x in found.pop("epoch")] == [5, 6]
-    assert found == {"a": [({"step": 0}, 1.0)], "b": [({"step": 0}, 2.0)]}
+        logger.spool(f, logger.init(PRNG_KEY))()
+    actual = read(logger)["7"]
+    assert [x for _, x in actual.pop("epoch")] == [5, 6]
+    assert actual == {"a": [({"step": 0}, 1.0)], "b": [({"step": 0}, 2.0)]}
 
 
 @trackers
@@ -266,7 +266,7 @@ def test_other_steps_are_told_once(make, read, tmp_path, how):
         jax.lax.scan(step, None, jnp.arange(3))
 
     with make(tmp_path) as logger:
-        getattr(logger, how)(f, logger.init(KEY))()
+        getattr(logger, how)(f, logger.init(PRNG_KEY))()
     assert read(logger)["7"]["epoch"] == [({"step": n}, 9) for n in range(3)]
 
 
@@ -274,7 +274,7 @@ def test_other_steps_are_told_once(make, read, tmp_path, how):
 def test_a_step_of_minus_one(make, read, tmp_path):
     """An evaluation before the training, not a step that is missing."""
     with make(tmp_path) as logger:
-        state = logger.init(KEY)
+        state = logger.init(PRNG_KEY)
         for step in (-2, -1, 0):
             logger.log(state, {"x": step}, step=step)
     assert read(logger)["7"] == {"x": [({"step": step}, step) for step in (-2, -1, 0)]}
@@ -299,11 +299,11 @@ def test_a_step_that_is_no_integer_concerns_its_own_run_only(make, read, tmp_pat
 @trackers
 def test_leaves_that_look_alike(make, read, tmp_path):
     with make(tmp_path) as logger:
-        state = logger.init(KEY)
+        state = logger.init(PRNG_KEY)
         logger.log(state, {"a": {"b/c": 1.0, "b": {"c": 2.0}}, "g": {"x": np.array([5.0, 6.0]), "x/0": 7.0}}, step=3)
-    found = {logger.key_of(name): [x for _, x in of] for name, of in read(logger)["7"].items()}
-    assert sorted(x for (x,) in found.values()) == [1, 2, 5, 6, 7]
-    assert len(found) == 5
+    actual = {logger.key_of(name): [x for _, x in name_events] for name, name_events in read(logger)["7"].items()}
+    assert sorted(x for (x,) in actual.values()) == [1, 2, 5, 6, 7]
+    assert len(actual) == 5
 
 
 @trackers
@@ -317,14 +317,19 @@ def test_lanes_inside_a_run_have_steps_of_their_own(make, read, tmp_path, how):
         return jax.vmap(lane)(happens, steps)
 
     with make(tmp_path) as logger:
-        getattr(logger, how)(f, logger.init(KEY))(jnp.array([False, True, True]), jnp.array([3, 7, 5]))
-    found = read(logger)["7"]
-    assert {name: of for name, of in found.items() if name.startswith("c")} == {
+        getattr(logger, how)(f, logger.init(PRNG_KEY))(jnp.array([False, True, True]), jnp.array([3, 7, 5]))
+    actual = read(logger)["7"]
+    assert {name: name_events for name, name_events in actual.items() if name.startswith("c")} == {
         "c/1": [({"step": 7}, 1.0)],
         "c/2": [({"step": 5}, 1.0)],
     }
     assert sorted(
-        {(name.split("/")[1], steps["step"]) for name, of in found.items() if name[0] == "h" for steps, _ in of}
+        {
+            (name.split("/")[1], steps["step"])
+            for name, name_events in actual.items()
+            if name[0] == "h"
+            for steps, _ in name_events
+        }
     ) == [
         ("1", 7),
         ("2", 5),
@@ -335,7 +340,7 @@ def test_lanes_inside_a_run_have_steps_of_their_own(make, read, tmp_path, how):
 def test_a_bad_key_does_not_take_others_along(make, read, tmp_path):
     with pytest.warns(lox.LoxWarning, match="cannot show 'empty'"):
         logger = make(tmp_path)
-        logger.log(logger.init(KEY), {"a": 1.0, "empty": np.zeros((0, 2)), "b": 2.0}, step=0)
+        logger.log(logger.init(PRNG_KEY), {"a": 1.0, "empty": np.zeros((0, 2)), "b": 2.0}, step=0)
         with pytest.raises(lox.LogTypeError, match=r"'empty': .* with shape \(0, 2\), which has no elements"):
             logger.close()
     assert read(logger)["7"] == {"a": [({"step": 0}, 1.0)], "b": [({"step": 0}, 2.0)]}
@@ -344,7 +349,7 @@ def test_a_bad_key_does_not_take_others_along(make, read, tmp_path):
 @trackers
 def test_numbers_of_64_bits(make, read, tmp_path):
     with make(tmp_path) as logger:
-        state = jax.jit(lambda key: logger.init(key, {"n": np.int64(2**40), "f": np.float64(0.1)}))(KEY)
+        state = jax.jit(lambda prng_key: logger.init(prng_key, {"n": np.int64(2**40), "f": np.float64(0.1)}))(PRNG_KEY)
         assert [run.config for run in logger._pipeline.runs.values()] == [{"n": 2**40, "f": 0.1}]
         logger.log(state, {"x": 1.0}, step=np.int64(2**40))
         for log in (lambda x: logger.log(state, {"v": x}), lambda x: lox.spool(lambda: lox.log({"v": x}))()):
@@ -357,7 +362,7 @@ def test_numbers_of_64_bits(make, read, tmp_path):
 
 def test_a_float_in_a_config_is_as_short_as_it_was():
     with logger_cases.Recorder() as logger:
-        jax.jit(lambda lr: logger.init(KEY, {"lr": lr}))(jnp.float32(0.01))
+        jax.jit(lambda lr: logger.init(PRNG_KEY, {"lr": lr}))(jnp.float32(0.01))
         assert [run.config for run in logger.runs] == [{"lr": 0.01}]
 
 
@@ -393,10 +398,10 @@ def check_bins(text):
 
 def check_statistics(events):
     assert events.keys() == {"h/mean", "h/std"}
-    for name, of in events.items():
+    for name, name_events in events.items():
         expected = getattr(PIXELS.reshape(3, -1).astype(float), name[2:])(1)
-        np.testing.assert_allclose([x for _, x in of], expected, rtol=1e-4)
-        assert [steps["step"] for steps, _ in of] == [0, 10, 20]
+        np.testing.assert_allclose([x for _, x in name_events], expected, rtol=1e-4)
+        assert [steps["step"] for steps, _ in name_events] == [0, 10, 20]
 
 
 @needs_mlflow
@@ -404,7 +409,7 @@ def test_mlflow_media(tmp_path):
     import PIL.Image
 
     with make_mlflow(tmp_path) as logger:
-        logger.spool(media, logger.init(KEY))(0)
+        logger.spool(media, logger.init(PRNG_KEY))(0)
     check_statistics(read_mlflow(logger)["7"])
     (run,) = mlflow_runs(str(tmp_path))
     client = mlflow_client()
@@ -425,14 +430,14 @@ def test_trackio_media(tmp_path):
     from trackio.utils import MEDIA_DIR
 
     with make_trackio(tmp_path) as logger:
-        logger.spool(media, logger.init(KEY))(0)
-    found = read_trackio(logger)["7"]
-    assert found.keys() == {"h", "frame", "gray/one"}
-    for n, ((at, h), x) in enumerate(zip(found["h"], PIXELS, strict=True)):
+        logger.spool(media, logger.init(PRNG_KEY))(0)
+    actual = read_trackio(logger)["7"]
+    assert actual.keys() == {"h", "frame", "gray/one"}
+    for n, ((at, h), x) in enumerate(zip(actual["h"], PIXELS, strict=True)):
         assert (at, h["_type"]) == ({"step": 10 * n}, "trackio.histogram")
         assert (h["values"], h["bins"]) == (np.histogram(x, 8, (0, 1))[0].tolist(), np.linspace(0, 1, 9).tolist())
     for name, mode, pixels in (("frame", "RGB", as_bytes(PIXELS)), ("gray/one", "L", as_bytes(PIXELS[..., 0]))):
-        for n, ((at, image), expected) in enumerate(zip(found[name], pixels, strict=True)):
+        for n, ((at, image), expected) in enumerate(zip(actual[name], pixels, strict=True)):
             assert (at, image["_type"]) == ({"step": 10 * n}, "trackio.image")
             with PIL.Image.open(MEDIA_DIR / image["file_path"]) as stored:  # RGBA, whatever it was
                 np.testing.assert_array_equal(np.asarray(stored.convert(mode)), expected)
@@ -446,7 +451,7 @@ def test_neptune_media(tmp_path):
     import PIL.Image
 
     with make_neptune(tmp_path) as logger:
-        logger.spool(media, logger.init(KEY))(0)
+        logger.spool(media, logger.init(PRNG_KEY))(0)
     check_statistics(read_neptune(logger)["7"])
     (folder,) = tmp_path.glob("offline/*")
     operations = [json.loads(line)["obj"] for line in (folder / "data-1.log").read_text().splitlines()]
@@ -490,7 +495,7 @@ def mlflow_runs(experiment):
 def test_mlflow_batches_parameters_and_tags(tmp_path):
     config = {"lr": 0.1, "net": {"sizes": [3, 4], "name": "mlp"}, "net.name": None, **{f"p{n}": n for n in range(150)}}
     with make_mlflow(tmp_path, tags={"sweep": 3}) as logger:
-        state = logger.init(KEY, config)
+        state = logger.init(PRNG_KEY, config)
         logger.spool(lambda: jax.lax.map(lambda i: lox.log({"x": i, "y": -i}, step=i), jnp.arange(1501)), state)()
         assert mlflow_runs(logger.experiment)[0].info.status == "RUNNING"
     (run,) = mlflow_runs(logger.experiment)
@@ -498,16 +503,16 @@ def test_mlflow_batches_parameters_and_tags(tmp_path):
     assert run.data.tags["sweep"] == "3"
     params = {"lr": "0.1", "net.sizes": "[3, 4]", "net.name": "mlp", "net.name_x_": "null"}
     assert run.data.params == {**params, **{f"p{n}": str(n) for n in range(150)}}
-    found = read_mlflow(logger)["7"]
-    assert found["x"] == [({"step": n}, n) for n in range(1501)]
-    assert found["y"] == [({"step": n}, -n) for n in range(1501)]
+    actual = read_mlflow(logger)["7"]
+    assert actual["x"] == [({"step": n}, n) for n in range(1501)]
+    assert actual["y"] == [({"step": n}, -n) for n in range(1501)]
 
 
 @needs_mlflow
 def test_mlflow_names_continue_in_the_store(tmp_path):
     for _ in range(2):
         with make_mlflow(tmp_path) as logger:
-            logger.init(KEY)
+            logger.init(PRNG_KEY)
     assert sorted(run.info.run_name for run in mlflow_runs(str(tmp_path))) == ["7", "7.1"]
 
 
@@ -517,8 +522,8 @@ def test_mlflow_messages(tmp_path):
         MLflowLogger("")
     logger = make_mlflow(tmp_path)
     with pytest.raises(lox.LogTypeError, match=r"config 'a\.b' with 7000 characters: MLflow's parameters have at most"):
-        logger.init(KEY, {"a": {"b": "x" * 7000}})
-    state = logger.init(KEY)
+        logger.init(PRNG_KEY, {"a": {"b": "x" * 7000}})
+    state = logger.init(PRNG_KEY)
     with pytest.warns(lox.LoxWarning):
         logger.log(state, {"k" * 300: 1.0, "i" * 200: lox.Image(np.zeros((2, 2))), "a": 2.0})
         with pytest.raises(
@@ -533,7 +538,7 @@ def test_mlflow_messages(tmp_path):
 @pytest.mark.parametrize("error, status", [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")])
 def test_mlflow_runs_that_fail(tmp_path, error, status):
     with pytest.raises(error), lox.MultiLogger(make_mlflow(tmp_path), logger_cases.Recorder()) as logger:
-        logger.log(logger.init(KEY), {"a": 1.0})
+        logger.log(logger.init(PRNG_KEY), {"a": 1.0})
         raise error
     (run,) = mlflow_runs(str(tmp_path))
     assert run.info.status == status
@@ -574,7 +579,7 @@ def test_trackio_pictures_that_cannot_be_saved(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     logger = make_trackio(tmp_path)
-    state = logger.init(KEY)
+    state = logger.init(PRNG_KEY)
     monkeypatch.setattr(PIL.Image.Image, "save", refuse)
     for step in range(2):  # each time, and not only with a warning
         with pytest.warns(lox.LoxWarning, match="no space left"):
@@ -591,7 +596,7 @@ def test_trackio_pictures_that_cannot_be_saved(tmp_path, monkeypatch):
 def test_trackio_names_of_two_loggers(tmp_path):
     with make_trackio(tmp_path) as one, TrackioLogger(one.project, **logger_cases.TRACKIO) as two:
         for logger in (one, two):
-            logger.log(logger.init(KEY), {"a": 1.0}, step=0)
+            logger.log(logger.init(PRNG_KEY), {"a": 1.0}, step=0)
     assert sorted(read_trackio(one)) == ["7", "7.1"]
 
 
@@ -611,7 +616,7 @@ def neptune_fields(path):
 def test_neptune_config_and_kwargs(tmp_path):
     config = {"lr": 0.5, "n": 3, "big": 2**40, "none": None, "net": {"sizes": np.arange(2), "on": True}, "x/y": "z"}
     with make_neptune(tmp_path, tags=["a"], description="d") as logger:
-        logger.log(logger.init(KEY, config), {"config/lr": 1.0, "config": 2.0}, step=0)
+        logger.log(logger.init(PRNG_KEY, config), {"config/lr": 1.0, "config": 2.0}, step=0)
     fields = neptune_fields(tmp_path)["7"]
     assert {name: x for name, x in fields.items() if name.startswith("config/") or name.startswith("sys/")} == {
         **{name: x for name, x in fields.items() if name in ("sys/hostname", "sys/failed")},
@@ -640,8 +645,8 @@ def neptune_folder(tmp_path, monkeypatch):
 def test_neptune_functions_under_vmap(jit, neptune_folder):
     @jit
     @jax.vmap
-    def train(key, rate):
-        run = lox.neptune.init(key, config={"rate": rate}, tags=["ppo"])
+    def train(prng_key, rate):
+        run = lox.neptune.init(prng_key, config={"rate": rate}, tags=["ppo"])
         for step in range(3):
             lox.neptune.log(run, {"loss": rate * step}, prefix="train/", step=step)
         lox.neptune.finish(run)
@@ -683,7 +688,7 @@ def test_neptune_finish_raises_what_went_wrong(neptune_folder):
     with pytest.raises(lox.LoxError, match="is finished"):
         lox.neptune.finish(run)
     with pytest.raises(lox.LogTypeError, match="`config` is 3"):
-        lox.neptune.init(KEY, 3)
+        lox.neptune.init(PRNG_KEY, 3)
 
 
 @needs_neptune
@@ -711,7 +716,7 @@ def test_neptune_runs_may_end_in_some_lanes_only(neptune_folder):
 def test_neptune_runs_that_fail_and_names_that_are_too_long(tmp_path):
     warned = pytest.warns(lox.LoxWarning, match="most 150 bytes")
     with warned, pytest.raises(ValueError, match="boom") as caught, make_neptune(tmp_path) as logger:
-        logger.log(logger.init(KEY), {"a": 1.0, "k" * 200: lox.Histogram(np.ones(3)), "b": 2.0}, step=0)
+        logger.log(logger.init(PRNG_KEY), {"a": 1.0, "k" * 200: lox.Histogram(np.ones(3)), "b": 2.0}, step=0)
         raise ValueError("boom")
     assert "did not write 'kkk" in caught.value.__notes__[0]
     assert neptune_fields(tmp_path)["7"]["sys/failed"] is True

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 wandb = pytest.importorskip("wandb")
 EXAMPLES = Path(__file__).parent.parent / "examples"
-KEYS = jax.vmap(jax.random.key)(jnp.array([7, 8, 9]))
+PRNG_KEYS = jax.vmap(jax.random.key)(jnp.array([7, 8, 9]))
 
 
 @pytest.fixture
@@ -51,14 +51,14 @@ def train(x):
 def test_one_run_per_lane(tmp_path, offline):
     @jax.jit
     @jax.vmap
-    def program(key, rate):
-        run = lox.wandb.init(key, **offline, group="seeds", config={"rate": rate, "name": "sgd"}, tags=["a"])
+    def program(prng_key, rate):
+        run = lox.wandb.init(prng_key, **offline, group="seeds", config={"rate": rate, "name": "sgd"}, tags=["a"])
         lox.wandb.log(run, {"x": rate}, step=3)
         lox.wandb.log(run, lox.spool(train)(rate)[1], prefix="train/")
         lox.wandb.finish(run)
         return run
 
-    runs = program(KEYS, jnp.array([0.0, 1.0, 2.0]))
+    runs = program(PRNG_KEYS, jnp.array([0.0, 1.0, 2.0]))
     lox.wandb.flush()
     files = wandb_file.read_all(tmp_path)
     assert set(files) == {"7", "8", "9"}
@@ -118,8 +118,8 @@ def test_no_event_is_dropped_or_replaced(tmp_path, offline):
         "a": [({"step": step}, value) for value, step in enumerate([10, 10, 3, 11, 3, 12])],
         "loose": [({}, value) for value in range(6)],
     }
-    own = [row["_step"] for row in file.rows]
-    assert own == sorted(set(own))
+    row_steps = [row["_step"] for row in file.rows]
+    assert row_steps == sorted(set(row_steps))
     assert "loose" not in file.metrics
 
 
@@ -220,8 +220,8 @@ def test_more_bins_than_wandb_takes(tmp_path, offline):
 def test_aggregate(tmp_path, offline):
     xs = jnp.array([0.0, 1.0, 5.0])
     with WandbLogger(**offline, name="all", aggregate=True) as logger:
-        init = jax.vmap(lambda key, rate: logger.init(key, {"rate": rate, "kind": "sgd"}))
-        states = init(KEYS, xs)
+        init = jax.vmap(lambda prng_key, rate: logger.init(prng_key, {"rate": rate, "kind": "sgd"}))
+        states = init(PRNG_KEYS, xs)
         jax.jit(jax.vmap(lambda state, x: logger.tap(train, state, buffer=2)(x)))(states, xs)
     (file,) = wandb_file.read_all(tmp_path).values()
     assert file.name == "all"
@@ -230,8 +230,8 @@ def test_aggregate(tmp_path, offline):
     margin = 4.303 * std / np.sqrt(3)
     assert rows_of(file, "step", "episode", "loss") == [(n, n // 2, mean + n / 2) for n in range(3)]
     for n, row in enumerate(file.rows):
-        found = [row["loss/std"], row["loss/ci95_low"], row["loss/ci95_high"]]
-        np.testing.assert_allclose(found, [std, mean + n / 2 - margin, mean + n / 2 + margin], rtol=1e-6)
+        actual = [row["loss/std"], row["loss/ci95_low"], row["loss/ci95_high"]]
+        np.testing.assert_allclose(actual, [std, mean + n / 2 - margin, mean + n / 2 + margin], rtol=1e-6)
     assert file.metrics["loss/std"] == "step"
 
 
@@ -242,7 +242,7 @@ def test_aggregate_lanes_that_differ(tmp_path, offline):
         lox.log({"h": lox.Histogram(x[None], 2, (0, 4))})
 
     with WandbLogger(**offline, aggregate=True) as logger:
-        states = jax.vmap(logger.init)(KEYS)
+        states = jax.vmap(logger.init)(PRNG_KEYS)
         jax.vmap(lambda state, x: logger.spool(f, state)(x))(states, jnp.array([1.0, 3.0, 3.0]))
     (file,) = wandb_file.read_all(tmp_path).values()
     assert file.events("step")["late"] == [({"step": 1}, 1), ({"step": 3}, 3)]
@@ -274,7 +274,7 @@ def test_statistics_of_lanes_that_disagree(tmp_path, offline):
         path = tmp_path / f"{how}{len(options)}"
         path.mkdir()
         with WandbLogger(**offline | {"dir": str(path)}, aggregate=True) as logger:
-            states = jax.vmap(logger.init)(KEYS)
+            states = jax.vmap(logger.init)(PRNG_KEYS)
 
             def run(state, offset, x, logger=logger, how=how, options=options):
                 getattr(logger, how)(f, state, **options)(offset, x)
@@ -351,7 +351,7 @@ def test_first_use_from_several_threads(tmp_path, monkeypatch, offline):
 def test_settings_and_ids(tmp_path, offline):
     options = offline | {"id": "run", "settings": wandb.Settings(**offline["settings"]), "config": {"a": 1}}
     with WandbLogger(**options) as logger:
-        jax.vmap(lambda key: logger.init(key, {"b": 2}))(KEYS[:2])
+        jax.vmap(lambda prng_key: logger.init(prng_key, {"b": 2}))(PRNG_KEYS[:2])
         assert [run.resource.id for run in logger._pipeline.runs.values()] == ["run-7", "run-8"]
         assert wandb.run is None  # the user's own run, if there is one, is left alone
     assert wandb_file.read_all(tmp_path)["8"].config == {"a": 1, "b": 2}

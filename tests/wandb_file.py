@@ -24,13 +24,13 @@ class WandbFile:
 
     def events(self, *steps):
         """By key, the steps and the value of each event."""
-        found = {}
+        events = {}
         for row in self.rows:
             mine = {name: value for name, value in row.items() if name in steps}
             for key, value in row.items():
                 if key not in steps and not key.startswith("_"):
-                    found.setdefault(key, []).append((mine, value))
-        return found
+                    events.setdefault(key, []).append((mine, value))
+        return events
 
 
 def read_all(path):
