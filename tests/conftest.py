@@ -1,11 +1,11 @@
 """Eight host devices and strict types, before anything imports jax.
 
-`LOX_TEST_PLATFORM=cuda` runs the tests on a GPU. What a test lacks, such as more devices, is for `optional` to say.
+`LOX_TEST_PLATFORM=cuda` runs the tests on a GPU. `optional` skips tests that need more than the machine has.
 """
 
 import os
 
-# The CPU beside whatever else there is: `jax.debug.callback` wants one.
+# The CPU too, because `jax.debug.callback` needs it.
 os.environ["JAX_PLATFORMS"] = ",".join(dict.fromkeys([os.environ.get("LOX_TEST_PLATFORM", "cpu"), "cpu"]))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # some tests start other processes on the same GPU
 # Hundreds of small programs are compiled here and each runs for microseconds: optimising them is not worth it. Of flags

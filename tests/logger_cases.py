@@ -1,7 +1,7 @@
-"""The loggers that run the contract, and how to read back what each of them has written.
+"""The loggers under contract, and how to read back what each of them has written.
 
-To put another logger under contract, add a `Case`: how to make it, and what it has written as a mapping from the name
-of a run to its keys, each a list of events `(steps, value)` in order.
+To put another logger under contract, add a `Case`: how to make it, and how to read what it has written, as a mapping
+from the names of runs to keys to lists of events `(steps, value)` in order.
 """
 
 import atexit
@@ -45,17 +45,17 @@ Events = dict[str, dict[str, list[tuple[dict[str, Any], Any]]]]
 class Case:
     name: str
     make: Callable[[Any], lox.Logger]  # in a folder
-    read: Callable[[lox.Logger], Events] | None  # None: it keeps nothing that could be read
+    read: Callable[[lox.Logger], Events] | None  # None: it writes nothing that can be read
     reads_arrays: bool = True
-    reads_while_open: bool = True  # what is written can be read before the logger is closed
-    stored: Callable[[Events], Events] = lambda events: events  # what the format makes of what was logged
+    reads_while_open: bool = True  # whether events can be read before the logger is closed
+    stored: Callable[[Events], Events] = lambda events: events  # turns logged events into what the format stores
 
     def __repr__(self):
         return self.name
 
 
 class Recorder(lox.Logger):
-    """Keeps events in memory: the smallest logger there is, and what the base class promises."""
+    """Keeps events in memory: a minimal logger, to test what the base class promises."""
 
     def __init__(self):
         self.runs, self.events, self.finished, self.writes = [], {}, [], 0
@@ -134,7 +134,7 @@ def _events_of(logs, key):
 
 
 def _one_step(events):
-    """An event in TensorBoard has one step: without any, its number."""
+    """Give each event one step, as TensorBoard does: `step`, or else its number."""
     return {
         run: {key: [({"step": s.get("step", n)}, v) for n, (s, v) in enumerate(values)] for key, values in keys.items()}
         for run, keys in events.items()
@@ -179,7 +179,7 @@ HAS_NEPTUNE, HAS_MLFLOW, HAS_TRACKIO, HAS_WANDB = (
 
 
 def as_curves(events: Events) -> Events:
-    """Trackers have one step per event, and count if there is none; other steps are curves of their own."""
+    """Give each event one step, as trackers do, or else count; other steps become curves of their own."""
     kept: Events = {}
     for run, keys in events.items():
         kept[run] = {}
@@ -202,7 +202,7 @@ def make_neptune(path, **kwargs):
 
 
 def read_neptune(logger_or_path):
-    """What the client would send to a server."""
+    """Return what the client would send to a server."""
     events: Events = {}
     path = getattr(logger_or_path, "path", logger_or_path)
     for file in sorted(path.glob("offline/*/data-1.log")):
@@ -218,11 +218,11 @@ def read_neptune(logger_or_path):
 
 @functools.cache
 def mlflow_uri():
-    """One database for all tests: setting it up takes seconds. In memory where possible: it waits for the disk."""
+    """One database for all tests, because making it takes seconds; in memory if possible, to avoid the disk."""
     folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     uri = f"sqlite:///{folder}/mlflow.db"
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with contextlib.chdir(folder), warnings.catch_warnings():  # which is where artifacts go
+    with contextlib.chdir(folder), warnings.catch_warnings():  # where artifacts go
         warnings.simplefilter("ignore")
         import mlflow
 
@@ -309,5 +309,5 @@ def _same(actual):
 
 
 def parts_of(logger):
-    """The loggers that write: itself, or those inside."""
+    """Return the loggers that write: itself, or those inside."""
     return list(logger.loggers) if isinstance(logger, MultiLogger) else [logger]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import lox
 
-HANG = 600  # seconds after which something hangs: no test takes so long, however busy the machine is
+HANG = 600  # seconds after which something hangs, even on a busy machine
 
 
 def start(*arguments, **options):
@@ -41,7 +41,7 @@ def load_whatever_is_whole(path):
 
 
 class Disk:
-    """Room for so many bytes, written in small pieces."""
+    """A disk with room for so many bytes, which writes a few at a time."""
 
     def __init__(self, monkeypatch, room, piece=1 << 30):
         self.room, self.piece = room, piece
@@ -65,5 +65,5 @@ class Disk:
 
 
 def refuse(*_, **__):
-    """In place of system calls. The tests may run as root, for whom every directory is writable."""
+    """Fails in place of system calls, because root, who may run the tests, can write to any directory."""
     raise PermissionError(errno.EROFS, "Read-only file system")

@@ -1,4 +1,4 @@
-"""What a machine may lack: several devices, and packages that tests need and lox does not. Tests for it are skipped."""
+"""Skips tests that need several devices or optional packages where there are none."""
 
 import importlib
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 
 
 def devices(number: int) -> np.ndarray:
-    """So many devices, for a mesh."""
+    """Return so many devices, for a mesh, or skip the test."""
     devices = jax.devices()
     if len(devices) < number:
         pytest.skip(f"needs {number} devices, of which there {'is' if len(devices) == 1 else 'are'} {len(devices)}")
@@ -17,7 +17,7 @@ def devices(number: int) -> np.ndarray:
 
 
 class Missing:
-    """Stands for a package that is not installed: to use it is to skip the test."""
+    """Replaces a package that is not installed: using it skips the test."""
 
     def __init__(self, name: str):
         self.__name__ = name
@@ -42,7 +42,7 @@ try:
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
 
-    # How long an example may take is a question of the machine.
+    # The time of an example depends on the machine.
     settings.register_profile("lox", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("lox")
 except ImportError:

@@ -24,7 +24,7 @@ DEVICES = 2
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Statement:
-    """One step of a program."""
+    """One statement of a program."""
 
     kind: str
     numbers: tuple[int, ...] = ()
@@ -51,7 +51,7 @@ class Generator:
         self.maps = 0
 
     def program(self) -> Block:
-        """A program of moderate size."""
+        """Make a program of moderate size."""
         return self.block(depth=self.random.choice([1, 2, 3, 3]), prefix="", inside=frozenset())
 
     def block(self, depth: int, prefix: str, inside: frozenset[str]) -> Block:
@@ -87,7 +87,7 @@ class Generator:
         if "grad" not in inside:
             kinds += ["while", "while", "custom_vmap"]
         if not inside & {"grad", "jvp"}:
-            kinds += ["linear_solve", "root"]  # differentiated, their solvers run for the tangents too
+            kinds += ["linear_solve", "root"]  # when differentiated, their solvers are called for the tangents too
         if not inside & {"grad", "jvp", "map"}:
             kinds += ["composite"]  # which hides its effects, and can neither be differentiated nor mapped
         if inside & {"jvp"}:
@@ -122,7 +122,7 @@ class Generator:
 
 
 def wrap(x: Any) -> Any:
-    """Keep it small."""
+    """Keep a number small."""
     return x - WRAP * jnp.floor(x / WRAP)
 
 
@@ -143,7 +143,7 @@ class JaxRunner:
         return x
 
     def body(self, s: Statement, number: int = 0) -> Any:
-        """A body as a function, the same object every time."""
+        """Return a body as a function, the same object every time."""
         key = (id(s), number)
         if key not in self.functions:
             self.functions[key] = lambda x, i: self.block(s.bodies[number], x, i)
@@ -176,11 +176,11 @@ class JaxRunner:
         return self.once(s, jax.jit)(x, i)
 
     def do_warm(self, s: Statement, x: Any, i: Any) -> Any:
-        """A jit like any other, but `warm_up` has called it before."""
+        """An ordinary jit, but `warm_up` has called it before."""
         return self.do_jit(s, x, i)
 
     def warm_up(self, block: Block | None = None) -> None:
-        """Let the functions run that shall have run before: from then on JAX dispatches them without a look."""
+        """Call functions that must have been called before: from then on JAX dispatches them without looking inside."""
         for s in self.program if block is None else block:
             for body in s.bodies:
                 self.warm_up(body)
@@ -192,7 +192,7 @@ class JaxRunner:
         return self.once(s, lambda body: lax.composite(body, "lox.test"))(x, i)
 
     def do_move(self, s: Statement, x: Any, i: Any) -> Any:
-        """What follows runs on another device, unless it is part of one program."""
+        """Move what follows to another device, unless it is part of one program."""
         if not isinstance(x, jax.core.Tracer):
             x = jax.device_put(x, jax.devices()[s.numbers[0] % len(jax.devices())])
         return self.do_jit(s, x, i) if s.numbers[1] else self.do_call(s, x, i)
@@ -313,7 +313,7 @@ def _value(key: str, x: Any, xp: Any) -> Any:
 
 @dataclasses.dataclass
 class Event:
-    """What one execution of `lox.log` should report."""
+    """One execution of `lox.log`."""
 
     key: str
     value: Any
@@ -322,7 +322,7 @@ class Event:
 
 
 class PlainRunner:
-    """Runs the program and keeps the events, in order."""
+    """Interprets the program in Python and keeps the events, in order."""
 
     def __init__(self, program: Block):
         self.program = program
@@ -394,13 +394,13 @@ class PlainRunner:
 
 
 def run_plain(program: Block, x: float) -> tuple[float, list[Event]]:
-    """The result and all events."""
+    """Return the result and all events."""
     runner = PlainRunner(program)
     return runner(x), runner.events
 
 
 def kinds_in(block: Block) -> set[str]:
-    """The kinds of statements that a program uses."""
+    """Return the kinds of statements that a program uses."""
     kinds = set()
     for s in block:
         kinds.add(s.kind)

@@ -1,4 +1,4 @@
-"""Programs of the documents that describe lox, which several tests use."""
+"""Programs of the specification that several tests use."""
 
 import jax
 

@@ -26,7 +26,7 @@ def events(start, count):
 
 
 def write_until_killed(directory, acknowledge, rng):
-    """Events 0, 1, 2, ... in flushes of all sizes; after each flush, the number of events is acknowledged."""
+    """Write events 0, 1, 2, ... in flushes of all sizes; acknowledge the number of events after each."""
     writer = Writer(directory, segment_bytes=1 << 22)
     run = writer.open_run("killed")
     done = 0
@@ -40,7 +40,7 @@ def write_until_killed(directory, acknowledge, rng):
 
 
 def training(logger, length, buffer=None):
-    """A compiled training of three seeds, each a run, from any step on; and the states of the runs."""
+    """Return a compiled training of three seeds, each a run, that can start at any step."""
     import jax
     import jax.numpy as jnp
 
@@ -59,7 +59,7 @@ def training(logger, length, buffer=None):
 
 
 def train_until_killed(directory, acknowledge, rng):
-    """The same from a training that is logged with SaveLogger."""
+    """Do the same from a training that is logged with SaveLogger."""
     logger = lox.SaveLogger(directory)
     run = training(logger, 50, rng.choice([None, 16, 50]))
     done = 0
@@ -101,7 +101,7 @@ def kill(directory, number, seed, write=write_until_killed):
 
 
 def tail(directory, number):
-    """Write, and wait for somebody who watches every 40 events."""
+    """Write, and wait for a reader every 40 events."""
     with Writer(directory) as writer:
         run = writer.open_run("live", config={"n": number})
         for i in range(number):
@@ -115,7 +115,7 @@ def tail(directory, number):
 
 
 def tail_training(directory, number):
-    """Train, without a flush, and wait for somebody who watches; prints the name of the first run."""
+    """Train without a flush, and wait for a reader; print the name of the first run."""
     with lox.SaveLogger(directory) as logger:
         run = training(logger, 10)
         print(logger._pipeline.runs[min(logger._pipeline.runs)].name, flush=True)
@@ -125,15 +125,15 @@ def tail_training(directory, number):
 
 
 def race_training(directory, number):
-    """A training among others on the same directory, with the same keys."""
-    logger = lox.SaveLogger(directory)  # not closed: that is left to the end of the process
+    """Train on the same directory and with the same PRNG keys as others."""
+    logger = lox.SaveLogger(directory)  # closed by the end of the process
     run = training(logger, 10)
     for i in range(number):
         run(10 * i)
 
 
 def race(directory, processes, number):
-    """Several processes begin a run with the same key at the same moment, and write at once."""
+    """Begin a run with the same PRNG key in several processes at the same moment, and write at once."""
     start = time.time() + 0.2
     children = []
     for p in range(processes):
@@ -152,7 +152,7 @@ def race(directory, processes, number):
 
 
 def fill(directory, limit):
-    """Write until the operating system refuses: a real limit on the size of files."""
+    """Write until the operating system refuses, by a real limit on the size of files."""
     import resource
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

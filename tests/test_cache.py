@@ -24,7 +24,7 @@ import lox.testing
 
 
 class Counter:
-    """How often a function was traced."""
+    """Counts how often a function was traced."""
 
     def __init__(self) -> None:
         self.traces = 0
@@ -42,7 +42,7 @@ class Counter:
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[list[str]]:
-    """The names of the programs that XLA compiles meanwhile."""
+    """Collect the names of the programs that XLA compiles meanwhile."""
     compiled: list[str] = []
 
     class Handler(logging.Handler):
@@ -162,7 +162,7 @@ def test_numbers_as_arguments_and_keywords() -> None:
         lox.log({"y": x * scale})
         return x
 
-    for n in range(4):  # other numbers are other values, not other programs
+    for n in range(4):  # other numbers do not make other programs
         assert str(lox.spool(f)(n, scale=2.0)[1]) == str({"y": 2.0 * n})
 
 

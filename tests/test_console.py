@@ -1,4 +1,4 @@
-"""What the console shows: the picture exactly, and how it behaves on terminals and elsewhere."""
+"""The console: its exact output, on terminals and elsewhere."""
 
 import io
 import os
@@ -27,7 +27,7 @@ from rich.console import Console
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """The time for all that is shown: it stands still, however long a test takes."""
+    """A clock that stands still, however long a test takes."""
     clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     for module in (_progress, _board, _screen):
         monkeypatch.setattr(module, "time", clock)
@@ -35,7 +35,7 @@ def clock(monkeypatch):
 
 
 def board(runs, steps=6, progress=None):
-    """A board with known numbers."""
+    """Make a board with known numbers."""
     made = Board(progress, now=0.0)
     objects = [Run(n, np.array([0, 42 + n], np.uint32), {}) for n in range(runs)]
     for run in objects:
@@ -125,7 +125,7 @@ def test_hostile_keys_do_not_break_the_picture():
     assert "\n" not in _render.line(made.view(now=1.0)) and "\x1b" not in _render.line(made.view(now=1.0))
 
 
-def test_only_what_happened_counts():
+def test_only_valid_events_count():
     made = Board({"step": 10}, now=0.0)
     runs = [Run(n, np.array([0, n], np.uint32), {}) for n in range(2)]
     for run in runs:
@@ -199,7 +199,7 @@ def test_lines_where_there_is_no_terminal(capsys, clock):
     assert capsys.readouterr().out == ""
 
 
-def test_lines_come_every_so_often(clock):
+def test_lines_come_at_a_fixed_rate(clock):
     out = io.StringIO()
     with ConsoleLogger(every=10.0, console=Console(file=out)) as logger:
         state = logger.init(jax.random.key(42))
@@ -334,7 +334,7 @@ def test_a_terminal_is_left_as_it_was(tmp_path, mode):
 
 @pytest.fixture
 def host_calls(monkeypatch, clock):
-    """The kind and the count of each call, on a machine that does 100,000 iterations in a second."""
+    """Record the kind and the count of each call, at 100,000 iterations per second."""
     calls, tick = [], lox.progress._tick
 
     def _tick(self, kind, number, count):
@@ -381,7 +381,7 @@ def test_the_host_is_called_now_and_then(wrap, host_calls):
     progress = bar(50_000)
     wrap(lambda x: progress.scan(lambda c, _: (0.999 * c, None), x)[0])(1.0)
     jax.effects_barrier()
-    # Twice as late each time, until that is a tenth of a second.
+    # The distance doubles until it is a tenth of a second.
     counts = [*[2**n for n in range(15)], 26_384, 36_384, 46_384]
     assert host_calls == [("begin", 0), *[("step", count) for count in counts], ("end", 50_000)]
     assert shown(progress) == ["progress 100%, 50,000/50,000, done"]
@@ -396,7 +396,7 @@ def test_lanes_that_end_at_different_times_share_a_bar(host_calls):
     assert shown(progress) == ["progress 100%, 20,000/20,000, done"]
 
 
-def test_loops_inside_of_loops():
+def test_nested_loops():
     out = io.StringIO()
     console = Console(file=out)
     outer, inner = lox.progress(3, name="epochs", console=console), lox.progress(4, name="steps", console=console)
@@ -407,7 +407,7 @@ def test_loops_inside_of_loops():
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_loop_that_is_aborted(monkeypatch, late):
+def test_an_aborted_loop(monkeypatch, late):
     def fail(i):
         if i == 3:
             raise ValueError("boom")

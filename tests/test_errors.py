@@ -1,4 +1,4 @@
-"""The text of every error and warning, and their family."""
+"""The text of every error and warning, and their class hierarchy."""
 
 import functools
 import re
@@ -199,7 +199,7 @@ def test_mismatch_between_lanes():
             "or stream them one by one:   lox.tap(f, callback)\n"
             "or leave the key out:        `argnames` with the other keys"
         )
-        assert not later  # at once, and not when all has been computed
+        assert not later  # before anything is computed
         with pytest.raises(lox.MismatchError, match="2 lanes, and then 3 lanes"):
             lox.spool(jax.jit(f), **options)()
         later.clear()
@@ -319,7 +319,7 @@ def test_lanes_of_nested_vmaps_with_names():
         for options in ({}, {"reduce": "max"}):
             with pytest.raises(lox.MismatchError, match=r"  2 × 2 lanes \(.*\), and then 2 × 2 lanes \("):
                 lox.spool(lambda: g(*names), **options)()  # noqa: B023
-    # Outside of the transformation, names are nobody's business.
+    # Outside of the transformation, names do not matter.
     for name in ("a", "b"):
         assert jax.vmap(lox.spool(lambda x: lox.log({"x": x})), axis_name=name)(jnp.zeros(3))[1]["x"].shape == (3,)
 
@@ -360,7 +360,7 @@ def test_lanes_of_gradients():
 
 @pytest.mark.slow
 def test_lanes_that_tap_counts():
-    """With an interval, tap counts the events of a branch in each lane for itself."""
+    """With an interval, tap counts the events of a branch in each lane separately."""
 
     def f(n, one, other):
         def branch(x):
@@ -448,7 +448,7 @@ def test_the_source_line_is_the_users():
 # --- logdict ---
 
 
-def test_axes_that_are_gone():
+def test_axes_that_are_lost():
     def f(xs):
         jax.lax.scan(lambda c, x: (c, lox.log({"x": x})["x"]), 0, xs)
 
@@ -467,7 +467,7 @@ def test_no_lanes():
     assert str(info.value) == "these logs have no lanes: nothing was logged under `vmap`."
 
 
-# --- reductions of one's own ---
+# --- custom reductions ---
 
 
 def test_a_state_that_changes_its_type():
@@ -484,7 +484,7 @@ def test_a_state_that_changes_its_type():
     )
 
 
-def test_a_function_whose_body_runs_later():
+def test_a_function_whose_body_is_called_later():
     def squares(n):
         for i in range(n):
             lox.log({"i": i})

@@ -32,7 +32,7 @@ def pd():
 
 
 def rows(frame):
-    """Rows with None for what is missing."""
+    """Return rows with None for missing values."""
     return [
         tuple(None if x is None or x != x else x for x in row)
         for row in frame.astype(object).where(frame.notna(), None).itertuples(index=False)

@@ -19,8 +19,8 @@ import pytest
 import lox
 import lox.testing
 
-# Each JAX of the test matrix gets programs of its own: 330 in all. (Of the first ones, number 54 is such that XLA as it
-# was for JAX 0.7 does not come to an end compiling its reduction.)
+# Each JAX of the test matrix gets programs of its own, 330 in all. (With the XLA of JAX 0.7, compiling a reduction of
+# the first number 54 does not end.)
 _FIRST = {(0, 7): 5000, (0, 10): 110}.get(jax.__version_info__[:2], 220)
 N = int(os.environ.get("LOX_FUZZ_N", 110))
 SEED = int(os.environ.get("LOX_FUZZ_SEED", _FIRST))
@@ -30,16 +30,16 @@ Sequence = list[tuple[Any, dict[str, Any]]]
 
 
 def program_for(seed: int) -> tuple[programs.Block, float]:
-    """The first program from this seed that logs something, but not too much."""
+    """Return the first program from this seed that logs something, but not too much."""
     attempt = 0
     while True:
         generator = programs.Generator(seed * 1000 + attempt)
         program, x = generator.program(), float(generator.random.randint(0, 20))
         counts = [len(programs.run_plain(program, x + lane)[1]) for lane in range(3)]
-        # What has been moved to one device does not fit a shard_map over others, with lox or without.
+        # What is on one device does not fit a shard_map over others, with lox or without.
         kinds = programs.kinds_in(program)
         possible = not {"move", "shard_map"} <= kinds
-        # Nor does JAX know what varies over devices inside of a solver that closes over something that does not.
+        # Nor does JAX know what varies over devices inside a solver that closes over something that does not.
         possible = possible and not {"linear_solve", "shard_map"} <= kinds
         if possible and sum(counts) > 0 and max(counts) <= MAX_EVENTS:
             return program, x
@@ -47,7 +47,7 @@ def program_for(seed: int) -> tuple[programs.Block, float]:
 
 
 def by_key(events: list[programs.Event]) -> dict[tuple[str, tuple[int, ...]], Sequence]:
-    """Expected events for every key and every lane of the maps inside the program."""
+    """Group the expected events by key and by lane of the maps inside the program."""
     actual: dict[Any, Sequence] = defaultdict(list)
     for event in events:
         actual[event.key, event.lanes].append((event.value, event.steps))
@@ -55,7 +55,7 @@ def by_key(events: list[programs.Event]) -> dict[tuple[str, tuple[int, ...]], Se
 
 
 def sequence(logs: lox.logdict, key: str) -> Sequence:
-    """The events of a key in logs that have no lanes and are compact."""
+    """Return the events of a key in compact logs without lanes."""
     if key not in logs:
         return []
     model = programs._value(key, np.float32(1), np)
@@ -94,7 +94,7 @@ def assert_logs(logs: lox.logdict, events: list[programs.Event], what: str) -> N
         for lane in lanes:
             one = pick_lane(one, lane)
         assert_same(sequence(one, key), wanted, f"{what}: {key} in lanes {lanes}")
-    # A lane in which nothing happened has nothing to compare with above.
+    # A lane without events has nothing to compare with above.
     for key in keys:
         counts = [len(w) for (k, _), w in expected.items() if k == key]
         if key in logs.valid:
@@ -115,7 +115,7 @@ def assert_empty(logs: lox.logdict, key: str, what: str) -> None:
 
 
 def in_order(logs: list[lox.logdict], lane: int | None = None) -> list[tuple[str, Any]]:
-    """Streamed events of one lane as (key, value), in order."""
+    """Return streamed events of one lane as (key, value), in order."""
     actual = []
     for event in logs:
         for key in event:
@@ -144,7 +144,7 @@ def canonical(hlo: str) -> list[str]:
 
 
 def operations(hlo: str) -> Counter[str]:
-    """How often a program has each operation."""
+    """Count the operations of a program by kind."""
     return Counter(re.findall(r"stablehlo\.\w+", "".join(canonical(hlo))))
 
 
@@ -190,7 +190,7 @@ def plain_form(event: tuple[str, Any]) -> tuple[str, str]:
 
 
 class Subject:
-    """A program, and what it must log: run by plain Python alone, and in three lanes."""
+    """A program, and the events of plain Python, alone and in three lanes."""
 
     def __init__(self, seed: int):
         self.program, x0 = program_for(seed)
@@ -256,7 +256,7 @@ def check_nolog(s: Subject) -> None:
     assert "callback" not in nolog
     # By the time nolog sees it, a vmapped while loop inside a jit has its masks; and differentiating a loop that does
     # nothing but log, JAX has already decided that it does something.
-    # A solver's constants and operands are its own: JAX does not remove those that nothing reads any more.
+    # JAX does not remove constants and operands of a solver that nothing reads any more.
     if not s.kinds & {"linear_solve", "root"} and not ("while" in s.kinds and s.kinds & {"vmap", "jvp", "linearize"}):
         without = jax.jit(bare).lower(s.x).as_text()
         # JAX leaves dead code inside some primitives, which nolog removes: then there is less, but never more.
@@ -271,7 +271,7 @@ def check_tap(s: Subject) -> None:
         ("jit(tap)", lambda cb: jax.jit(lox.tap(s.fun, cb))),
     ):
         assert_streamed(s.tapped(tap, what), s.events, what)
-    # The function itself is as it was. (Without a transformation around, XLA may reorder independent lines.)
+    # The function itself is unchanged. (Without a transformation, XLA may reorder independent lines.)
     for plain, what in ((s.fun, "plain"), (jitted, "jit")):
         with lox.testing.capture() as received:
             assert float(plain(s.x)) == s.result, what
@@ -307,7 +307,7 @@ def check_buffer(s: Subject) -> None:
         assert_blocks(received, s.size)
         kept = thinned(s.events, interval or 1)
         assert_logs(sum(received, lox.logdict()), kept, what)
-        # Sums of blocks add up, whatever the blocks are.
+        # Partial sums add up, whatever the parts are.
         received = s.tapped(lambda cb, o=options: lox.tap(s.fun, cb, reduce="sum", **o), what)
         assert_reduced(sum(received, lox.logdict()).reduce("sum"), kept, "sum", f"{what}, sum")
     for what, tap in (
@@ -322,7 +322,7 @@ def check_buffer(s: Subject) -> None:
 
 
 def check_mesh(s: Subject) -> None:
-    """Lanes sharded over a mesh of 1 to 8 devices, whose axis is explicit or automatic."""
+    """Compare lanes sharded over a mesh of 1 to 8 devices, with an explicit or automatic axis."""
     count, explicit, around = MESHES[s.choice % len(MESHES)]
     count = min(count, len(jax.devices()))
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
@@ -382,7 +382,7 @@ def test_program(seed: int) -> None:
     check_nolog(subject)
     if subject.kinds & {"vmap", "shard_map", "composite"}:
         return
-    # In CI each of these has a quarter of the programs, for want of time.
+    # To save time, CI gives each of these a quarter of the programs.
     checks = (check_tap, check_reduce, check_buffer, check_mesh)
     for check in checks if "LOX_FUZZ_N" in os.environ else checks[seed % 4 : seed % 4 + 1]:
         check(subject)

@@ -1,4 +1,4 @@
-"""Logs where JAX hides them: the events, or an error that says where they are; never an empty result."""
+"""Logs that JAX hides: their events, or an error that says where they are, but never an empty result."""
 
 import re
 from typing import Any
@@ -46,7 +46,7 @@ def transform(request: Any) -> Any:
 
 
 def run_before(f: Any) -> Any:
-    """A jitted function that has run twice, so that JAX dispatches it without a look at what it is."""
+    """A jitted function that has been called twice, so that JAX dispatches it without looking inside."""
     jitted = jax.jit(f)
     with lox.testing.capture() as events:
         for _ in range(3):
@@ -164,7 +164,7 @@ def test_an_executable_without_logs_is_a_function_like_others(transform: Any) ->
 @pytest.mark.slow
 def test_an_exported_function_that_logs_is_an_error(transform: Any) -> None:
     def quiet(x: Any) -> Any:
-        lox.log({"x": x}, explicit=True)  # it calls nobody by itself, or JAX would refuse to export it
+        lox.log({"x": x}, explicit=True)  # without callbacks of its own, or JAX would refuse to export it
         return x * 2
 
     exported = jax.export.export(jax.jit(quiet))(X)

@@ -1,4 +1,4 @@
-"""`lox.Histogram` and `lox.Image`: values under every transformation, and what loggers and the store make of them."""
+"""`lox.Histogram` and `lox.Image` under every transformation, in loggers and in the store."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def log_rows(xs):
 
 
 def counted(x, edges):
-    """NumPy's answer, with what lies outside in the outermost bins."""
+    """Return NumPy's histogram, with values outside in the outermost bins."""
     return np.histogram(np.clip(x, edges[0], edges[-1]), edges)[0]
 
 
@@ -87,7 +87,7 @@ def test_default_bins_hold_all_magnitudes():
     assert float(histogram.counts.sum()) == 8
 
 
-def test_what_is_not_finite_is_counted_apart():
+def test_nonfinite_values_are_counted_separately():
     histogram = lox.Histogram(np.array([1.0, np.nan, np.inf, -np.inf]), bins=2, range=(0, 2))
     assert histogram.counts.tolist() == [0, 1]
     assert float(histogram.nonfinite) == 3
@@ -200,7 +200,7 @@ CELLS = [
 
 
 def pixels_of(path):
-    """The bytes of a gray PNG file, written without filters."""
+    """Return the pixels of a gray PNG file without filters."""
     data = path.read_bytes()
     height = int.from_bytes(data[20:24])
     start = data.index(b"IDAT") + 4

@@ -20,7 +20,7 @@ def library(name: str) -> Any:
 
 
 def scanned(**options: Any) -> tuple[Any, Any, Any]:
-    """A module that scans a cell over three inputs, and what to call it with."""
+    """Make a module that scans a cell over three inputs, and its arguments."""
     nn = library("flax.linen")
 
     class Cell(nn.Module):
@@ -90,7 +90,7 @@ HALVED = [[4.0, 2.0], [32.0, 16.0, 8.0, 4.0, 2.0], []]
 
 
 def halving(kind: str) -> Any:
-    """Halve a number until it is at most one, in a loop of Equinox's."""
+    """Halve a number until it is at most one, in an Equinox loop."""
     eqxi = library("equinox.internal")
 
     def body(x: Any) -> Any:
@@ -180,7 +180,7 @@ def test_a_tap_inside_an_equinox_loop() -> None:
         received.clear()
 
 
-def test_asking_for_any_lane_is_not_having_finished() -> None:
+def test_asking_for_any_lane_does_not_finish_lanes() -> None:
     eqxi = library("equinox.internal")
 
     def f(x: Any) -> Any:  # all lanes go on until the last has finished

@@ -42,7 +42,7 @@ def test_bad_data(capsys, transform, data, message):
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, np.array(["a"]), np.array([object()])])
-def test_a_value_that_is_no_array_names_its_key(value):
+def test_a_value_that_is_not_an_array_names_its_key(value):
     with pytest.raises(TypeError, match=r"^`lox\.log` cannot log the value of 'k'") as info:
         lox.log({"k": value})
     assert isinstance(info.value, lox.LogTypeError)
@@ -77,7 +77,7 @@ def test_bad_steps(steps, message):
     assert str(info.value) == message
 
 
-def test_a_bad_mask():
+def test_a_bad_where():
     with pytest.raises(lox.LogTypeError, match=r"^`lox\.log` got `where` with shape \(2,\): "):
         lox.log({"x": 1}, where=jnp.ones(2, bool))
 
@@ -91,7 +91,7 @@ def test_nothing_is_logged_when_one_key_is_bad(capsys):
 # --- what it takes ---
 
 
-def test_an_empty_log_is_no_event(capsys):
+def test_an_empty_log_is_not_an_event(capsys):
     logs = lox.log({})
     assert logs == {}
     assert isinstance(logs, lox.logdict)
@@ -223,7 +223,7 @@ def test_prng_keys_can_be_printed_and_tapped(capsys, wrap):
 
 
 def words(tree):
-    """PRNG keys as arrays."""
+    """Replace PRNG keys by arrays."""
     is_key = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
@@ -411,7 +411,7 @@ def test_whether_there_is_an_event_axis_does_not_depend_on_disable_jit(loop, opt
         same([dict(e) for e in events], [{"x": expected}])
 
 
-def test_a_mapping_that_is_no_dict():
+def test_a_mapping_that_is_not_a_dict():
     import types
 
     same(lox.log(types.MappingProxyType({"x": 1})), {"x": i32(1)})
@@ -537,7 +537,7 @@ def test_where_outside_loops():
         return x
 
     _, logs = lox.spool(f)(1.0)
-    same(logs, {"x": f32([1.0])})  # a key that may not happen has an event axis
+    same(logs, {"x": f32([1.0])})  # a key that may have no event has an event axis
     same(logs.step, {"x": i32([3])})
     _, logs = lox.spool(f)(-1.0)
     same(logs, {"x": f32([])})
@@ -719,7 +719,7 @@ def test_import_is_light():
     assert done.stdout == "[]\n"
 
 
-# --- what was meant ---
+# --- hints ---
 
 
 @pytest.mark.parametrize(
@@ -735,13 +735,13 @@ def test_import_is_light():
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lox.spool])
-def test_an_argument_that_is_no_step_is_told_what_it_may_be(transform, given, message):
+def test_an_argument_that_is_not_a_step_gets_a_hint(transform, given, message):
     with pytest.raises(lox.LogTypeError) as info:
         transform(lambda: lox.log({"x": 1}, **given))()
     assert str(info.value) == message.format("Arguments that lox does not know are steps.")
 
 
-def test_steps_as_one_dict_are_told_how_to_write_them():
+def test_steps_as_one_dict_get_a_hint():
     with pytest.raises(lox.LogTypeError, match=r"Write `step=3, episode=1`: every step is a separate argument\.$"):
         lox.log({"x": 1}, steps={"step": 3, "episode": 1})
 
@@ -759,7 +759,7 @@ WIDER = "Let JAX use 64 bits, `jax.config.update('jax_enable_x64', True)`, or lo
     ],
 )
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lox.spool, lox.tap])
-def test_integers_that_need_64_bits_are_told_how_to_get_them(transform, number, text):
+def test_integers_that_need_64_bits_get_a_hint(transform, number, text):
     with pytest.raises(lox.LogTypeError) as info:
         transform(lambda: lox.log({"x": 1}, step=number))()
     kind = "uint32" if isinstance(number, np.uint64) else "int32"
@@ -815,6 +815,6 @@ def test_buffered_events_are_printed_with_the_steps_of_each_key(capsys):
 
 
 @pytest.mark.slow
-def test_import_warns_of_nothing():
+def test_import_does_not_warn():
     done = subprocess.run([sys.executable, "-W", "error", "-c", "import lox"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

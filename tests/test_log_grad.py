@@ -21,7 +21,7 @@ def scanned(x: Any) -> Any:
 
 
 def expected() -> list[float]:
-    """The cotangents at the three iterates, last first."""
+    """Return the cotangents at the three iterates, last first."""
     iterates = [X]
     for t in T[:-1]:
         iterates.append(jnp.sin(iterates[-1]) * t)
@@ -151,6 +151,6 @@ def test_a_step_has_no_part_in_the_gradient() -> None:
     assert float(lox.spool(jax.hessian(lambda x: lox.log_grad("ct", x**3, time=x)))(2.0)[0]) == 12.0
 
 
-def test_a_step_that_is_none_is_an_error() -> None:
+def test_a_bad_step_is_an_error() -> None:
     with pytest.raises(lox.LogTypeError, match=r"step 'tag': 'x' is not an array but str.*Did you mean 'tags'\?$"):
         lox.log_grad("ct", X, tag="x")

@@ -81,7 +81,7 @@ def test_dict_methods(logs):
     assert list(logs) == ["n", "y"]
     again = jax.tree.map(lambda x: x, logs)
     assert again == {"n": 3, "y": 2}
-    same(again.steps, {"step": {"n": i32(3)}})  # those of a key that is gone are gone
+    same(again.steps, {"step": {"n": i32(3)}})  # a removed key takes its steps along
 
 
 def test_asdict(logs):
@@ -175,7 +175,7 @@ def test_str_of_many_events_is_short():
     assert str(lox.logdict({"a": np.arange(1000)})) == "{'a': [0, 1, 2, ..., 997, 998, 999]}"
 
 
-def test_str_leaves_out_what_did_not_happen():
+def test_str_leaves_out_invalid_events():
     _, logs = jax.jit(lox.spool(ragged))(f32([1, -1, 2]))
     assert str(logs) == "{'x': [1.0, 2.0]}"
     _, logs = jax.jit(lox.spool(jax.vmap(ragged)))(LANES)
@@ -262,7 +262,7 @@ def test_through_jit_vmap_scan_and_cond(logs):
     same(jax.vmap(lambda logs: logs.slice[::2])(batched)["x"], xs[:, ::2])
 
 
-def test_paths_name_the_keys(logs):
+def test_tree_paths_name_the_keys(logs):
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(logs)]
     assert any("'x'" in p for p in paths)
     assert len(paths) == len(jax.tree.leaves(logs)) == 6
@@ -343,7 +343,7 @@ def test_add_does_not_mix_shapes():
         _ = single([1, 2]) + single(1)
 
 
-def test_add_keeps_masks():
+def test_add_keeps_valid():
     whole = jax.jit(lox.spool(ragged))
     a, b = whole(f32([1, -1]))[1], whole(f32([-1, 2]))[1]
     both = a + b
@@ -402,7 +402,7 @@ def test_merge_with_plain_dicts(logs):
     same(logs.slice[1:]["x"], f32([2, 4]))
 
 
-def test_merge_drops_the_mask_of_what_it_replaces():
+def test_merge_drops_valid_of_what_it_replaces():
     logs = jax.jit(lox.spool(ragged))(f32([1, -1]))[1]
     merged = logs | single(1)
     assert merged.valid == {}
@@ -605,7 +605,7 @@ def test_reduce_by_key(logs):
     same(logs.reduce("count"), {"x": i32(3), "total": i32(3), "n": i32(3)})
 
 
-def test_reduce_to_nothing_that_exists(logs):
+def test_reduce_by_a_reduction_that_does_not_exist(logs):
     with pytest.raises(lox.OptionError) as info:
         logs.reduce("median")
     assert str(info.value) == (
@@ -617,7 +617,7 @@ def test_reduce_to_nothing_that_exists(logs):
     assert str(info.value) == "`reduce` names 'y'; the keys are 'x', 'total' and 'n'."
 
 
-def test_reduce_by_a_reduction_of_ones_own(logs):
+def test_reduce_by_a_custom_reduction(logs):
     product = lox.Reduction(jnp.ones_like, lambda state, x: state * x, lambda state: state)
     same(logs.reduce({"x": product})["x"], f32(8))
     inside = jax.jit(lox.spool(jax.vmap(ragged)))(LANES)[1]
@@ -777,7 +777,7 @@ def test_made_by_hand():
     same(masked.compact(), {"x": f32([1, 3])})
 
 
-# --- misspelt names, masks of keys that are not ragged, steps named like methods ---
+# --- misspelt names, `valid` of keys that are not ragged, steps named like methods ---
 
 
 @pytest.mark.parametrize(
@@ -789,7 +789,7 @@ def test_made_by_hand():
         ("to_datafram", " Did you mean 'to_dataframe'?"),
     ],
 )
-def test_a_misspelt_attribute_is_told_the_nearest_name(name, hint):
+def test_a_misspelt_attribute_gets_a_suggestion(name, hint):
     _, logs = lox.spool(run)(jnp.arange(3))
     with pytest.raises(lox.StepError) as info:
         getattr(logs, name)
@@ -799,7 +799,7 @@ def test_a_misspelt_attribute_is_told_the_nearest_name(name, hint):
 
 
 @pytest.mark.parametrize("mapping", [lambda logs: logs, lambda logs: logs.valid])
-def test_a_misspelt_key_is_told_the_nearest_name(mapping):
+def test_a_misspelt_key_gets_a_suggestion(mapping):
     _, logs = lox.spool(run)(jnp.arange(3))
     with pytest.raises(lox.KeyNotFoundError) as info:
         mapping(logs)["totl"]
@@ -809,7 +809,7 @@ def test_a_misspelt_key_is_told_the_nearest_name(mapping):
         mapping(lox.logdict())[3]
 
 
-def test_the_mask_of_a_key_that_is_not_ragged_is_all_true():
+def test_valid_of_a_key_that_is_not_ragged_is_all_true():
     _, logs = lox.spool(run)(jnp.arange(3))
     assert len(logs.valid) == 0 and dict(logs.valid) == {} and logs.valid == {} and not logs.valid
     assert "x" not in logs.valid and logs.valid.get("x") is None
@@ -821,10 +821,10 @@ def test_the_mask_of_a_key_that_is_not_ragged_is_all_true():
     _, inside = lox.spool(jax.vmap(run))(jnp.ones((2, 3)))
     same(inside.valid["x"], boolean([True] * 3))
     same(jax.jit(lambda logs: logs["x"][np.flatnonzero(logs.valid["x"])])(logs), i32([0, 1, 2]))
-    assert lox.spool(run)(jnp.arange(3))[1].valid["n"]  # also of logs that nobody keeps
+    assert lox.spool(run)(jnp.arange(3))[1].valid["n"]  # also for logs without another reference
 
 
-def test_masks_can_be_changed():
+def test_valid_can_be_changed():
     _, logs = jax.jit(lox.spool(ragged))(i32([1, -1, 2]))
     (key,) = logs.valid
     mask = logs.valid.pop(key)
@@ -872,7 +872,7 @@ def test_filter_takes_functions_of_the_key_or_of_key_and_value():
     assert list(few) == ["n"] and list(few.steps) == ["step"]
 
 
-# --- compaction that waits until somebody looks ---
+# --- compaction that waits until the logs are read ---
 
 
 @jax.jit
@@ -886,7 +886,7 @@ def every_other(x):
 
 def unseen():
     logs = lox.spool(every_other)(0)[1]
-    assert logs._padded is not None  # nobody has looked yet
+    assert logs._padded is not None  # not read yet
     return logs
 
 
@@ -928,7 +928,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_whoever_looks_sees_compacted_logs(look):
+def test_logs_are_compact_when_they_are_read(look):
     if look == "frame":
         pytest.importorskip("pandas")
     logs = unseen()
@@ -937,7 +937,7 @@ def test_whoever_looks_sees_compacted_logs(look):
     assert len(logs.valid) == len(logs.dropped) == 0
 
 
-def test_changes_are_made_to_the_compacted_logs():
+def test_changes_apply_to_the_compacted_logs():
     logs = unseen()
     logs["i"] = 5
     assert logs["i"] == 5
@@ -957,7 +957,7 @@ def test_changes_are_made_to_the_compacted_logs():
     same(logs["i"], i32([0, 2, 4]))
 
 
-def test_text_comparison_and_structure_of_logs_that_nobody_has_seen():
+def test_text_comparison_and_structure_of_unread_logs():
     assert str(unseen()) == "{'i': [0, 2, 4], 'x': [0, 2, 4]}"
     assert repr(unseen()) == repr({"i": jnp.array([0, 2, 4]), "x": jnp.array([0, 2, 4])})
     assert unseen() != {}
@@ -975,7 +975,7 @@ def test_keys_are_known_without_waiting():
     assert logs._padded is not None
 
 
-def test_several_threads_look_at_once():
+def test_several_threads_read_at_once():
     for _ in range(20):
         logs, actual = unseen(), []
         threads = [threading.Thread(target=lambda: actual.append(logs["i"].tolist())) for _ in range(4)]  # noqa: B023
@@ -987,7 +987,7 @@ def test_several_threads_look_at_once():
 
 
 def test_logs_from_arrays():
-    """With lanes and without, they are what `spool` returns for the same events."""
+    """With lanes and without, they equal what `spool` returns for the same events."""
 
     def f(x):
         def body(carry, i):
@@ -1048,7 +1048,7 @@ def test_logs_from_arrays():
         ({"a": f32([1, 2])}, {"valid": boolean([True])}, "`valid` has the shape (1,) beside events of the shape (2,)."),
     ],
 )
-def test_arrays_that_are_no_logs(arrays, options, message):
+def test_arrays_that_are_not_logs(arrays, options, message):
     with pytest.raises(lox.MismatchError) as error:
         lox.logdict.from_arrays(arrays, **options)
     assert str(error.value) == message

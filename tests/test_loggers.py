@@ -1,4 +1,4 @@
-"""What loggers do beyond the contract that all of them share."""
+"""What loggers do beyond the contract that they all share."""
 
 import csv
 import errno
@@ -57,7 +57,7 @@ def test_names_are_unique_and_safe():
     assert base_name(np.asarray(jax.random.PRNGKey(42))) == "42"
 
 
-def test_config_may_differ_from_lane_to_lane():
+def test_config_may_differ_between_lanes():
     fixed = {"name": "adam", "layers": (64, 64), "clip": None, "nesterov": True, "scale": np.ones(2)}
     with Recorder() as logger:
         prng_keys = jax.random.split(jax.random.key(0), 2)
@@ -78,7 +78,9 @@ def test_two_inits_of_one_program_are_two_runs():
     with Recorder() as logger:
         a, b = jax.jit(lambda prng_key: (logger.init(prng_key), logger.init(prng_key)))(jax.random.key(1))
         assert int(a.run) != int(b.run)
-        jax.jit(lambda prng_key: logger.init(prng_key) and None)(jax.random.key(1))  # nothing needs it, and still
+        jax.jit(lambda prng_key: logger.init(prng_key) and None)(
+            jax.random.key(1)
+        )  # the run begins although its state is unused
         jax.effects_barrier()
     assert [run.name for run in logger.runs] == ["1", "1.1", "1.2"]
 
@@ -115,7 +117,7 @@ def test_wrong_states():
                 other.flush()
 
 
-def test_log_rejects_what_is_no_log():
+def test_log_rejects_what_is_not_a_log():
     with Recorder() as logger:
         state = logger.init(jax.random.key(0))
         with pytest.raises(TypeError, match="`log` got 3; give it a dict of values or a logdict"):
@@ -158,7 +160,7 @@ def test_lanes_inside_a_run_come_after_the_event_axis():
         assert logger.events == {"0": expected, "1": expected, "2": expected}
 
 
-def test_runs_and_lanes_inside_of_them():
+def test_runs_with_lanes_inside():
     def f(x):
         lox.log({"x": x})
         return x
@@ -192,7 +194,7 @@ def test_branches_that_lanes_disagree_about():
     }
 
 
-def test_the_logs_flow_on_as_they_were():
+def test_logs_flow_on_unchanged():
     def f(x):
         lox.log({"x": x}, step=3)
         return x
@@ -207,7 +209,7 @@ def test_the_logs_flow_on_as_they_were():
     assert logger.events["0"]["x"] == [({"step": 3}, 2)] * 3 + [({"step": 3}, 3.0)]
 
 
-def test_capacity_that_was_too_small_is_told():
+def test_a_capacity_that_is_too_small_warns():
     def f(x):
         return jax.lax.while_loop(lambda x: x < 5, lambda x: (lox.log({"x": x}), x + 1)[1], x)
 
@@ -294,7 +296,7 @@ def test_a_compiled_function_with_a_logger_that_is_closed(tmp_path):
 
     with JsonlLogger(tmp_path / "one") as logger:
         experiment(jax.random.key(0))
-    with JsonlLogger(tmp_path / "two") as logger:  # of which the compiled function knows nothing
+    with JsonlLogger(tmp_path / "two") as logger:  # unknown to the compiled function
         for _ in range(2):
             with pytest.raises(Exception, match="this JsonlLogger is closed, but a compiled function still uses it"):
                 jax.block_until_ready(experiment(jax.random.key(1)))
@@ -307,7 +309,7 @@ def test_a_compiled_function_with_a_logger_that_is_closed(tmp_path):
 
 def test_every_warning_is_shown():
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")  # which shows the same warning of the same line once
+        warnings.simplefilter("default")  # shows the same warning of the same line once
         for _ in range(3):
             logger = Broken("write")
             logger.log(logger.init(jax.random.key(0)), {"a": 1})
@@ -344,7 +346,7 @@ def test_errors_of_commit_and_of_a_client_that_exits():
     assert "SystemExit(3)" in str(caught.value.exceptions[1])
 
 
-def test_the_error_of_the_block_is_the_one_that_is_raised():
+def test_the_error_of_the_block_is_raised():
     with pytest.warns(lox.LoxWarning), pytest.raises(KeyError, match="mine") as caught, Broken("write") as logger:
         logger.log(logger.init(jax.random.key(0)), {"a": 1})
         raise KeyError("mine")
@@ -376,7 +378,7 @@ def test_nested_multi_loggers():
     assert a.events == b.events == c.events == {"0": {"x": [({}, 0)]}, "1": {"x": [({}, 1)]}}
 
 
-def test_a_mistake_of_our_own_is_raised_too(monkeypatch):
+def test_a_bug_in_lox_is_raised_too(monkeypatch):
     from lox.loggers import _batch
 
     logger = Recorder()
@@ -412,7 +414,7 @@ def test_a_full_queue_makes_the_program_wait():
     thread = threading.Thread(target=send)
     thread.start()
     wait_for(lambda: len(sent) == 2)
-    time.sleep(0.2)  # in which others could come
+    time.sleep(0.2)  # in which other events could come
     assert sent == [0, 1]
     gate.set()
     thread.join()
@@ -446,7 +448,7 @@ def run_script(body, tmp_path, **options):
 
 
 @pytest.mark.slow
-def test_what_is_not_closed_is_closed_at_exit(tmp_path):
+def test_open_loggers_are_closed_at_exit(tmp_path):
     done = run_script(
         """
         import time
@@ -599,7 +601,7 @@ def test_the_queue_is_bounded_in_bytes_too():
 
 @pytest.mark.parametrize("kind", ["CsvLogger", "JsonlLogger", "TensorBoardLogger"])
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EIO, errno.EINVAL])
-def test_what_the_disk_says_at_the_last_moment(tmp_path, monkeypatch, kind, reason):
+def test_errors_that_the_disk_reports_last(tmp_path, monkeypatch, kind, reason):
     def fsync(descriptor):
         raise OSError(reason, os.strerror(reason))
 
@@ -607,7 +609,7 @@ def test_what_the_disk_says_at_the_last_moment(tmp_path, monkeypatch, kind, reas
     logger.log(logger.init(jax.random.key(1)), {"x": 1.0}, step=0)
     logger.flush()
     monkeypatch.setattr(os, "fsync", fsync)
-    if reason == errno.EINVAL:  # this is no file that can be put on disk, and no loss
+    if reason == errno.EINVAL:  # not a file on a disk, so there is nothing to lose
         logger.flush()
     else:
         with pytest.raises(OSError) as info:
@@ -648,7 +650,7 @@ def test_closing_one_run_leaves_the_others(wrap):
     logger.log(second, {"x": 2.0})
     with pytest.raises(lox.LoxError, match=r"^run '1' is closed\. Begin another with `init`\.$"):
         logger.log(first, {"x": 3.0})
-    logger.close(first)  # which does nothing the second time
+    logger.close(first)  # does nothing the second time
     logger.close()
     assert logger.calls[2:] == ["2: {'x': [2.0]}", "2 ends"]
     with pytest.raises(lox.LoxError, match="`close`: this Ending is closed"):
@@ -669,7 +671,7 @@ def test_closing_the_runs_of_a_batch():
         assert logger.calls == ["1 ends", "2 ends", "0 ends"]
 
 
-def test_events_that_come_after_a_run_was_closed_are_told():
+def test_events_after_a_run_was_closed_are_an_error():
     logger = Ending()
     state = logger.init(jax.random.key(1))
     log = jax.jit(lambda state: logger.log(state, {"x": 1.0}))
@@ -696,7 +698,7 @@ def test_closing_one_run_of_several_loggers_and_of_files(tmp_path):
     assert {name: logs["x"].tolist() for name, logs in lox.load(tmp_path).items()} == {"1": [1], "2": [2], "3": [3]}
 
 
-def test_closing_what_is_no_state():
+def test_closing_something_that_is_not_a_state():
     with Ending() as logger, pytest.raises(lox.LogTypeError, match="`close` got 3 for the logger's state"):
         logger.close(3)
 

@@ -1,4 +1,4 @@
-"""What every logger promises. A new logger is one more entry in `logger_cases.CASES`."""
+"""What every logger promises. To test a new logger, add a case to `logger_cases.CASES`."""
 
 import threading
 import time
@@ -71,7 +71,7 @@ def test_one_run_per_lane(case, how, jit, tmp_path):
 
 @case
 @how
-def test_init_inside_of_everything(case, how, tmp_path):
+def test_init_inside_every_transformation(case, how, tmp_path):
     with case.make(tmp_path) as logger:
 
         @jax.jit
@@ -321,7 +321,7 @@ def test_no_warnings_and_no_retracing(case, tmp_path):
 
 
 def of_many_shapes(x):
-    """Two keys, each with two shapes: under vmaps of different size, and of arrays."""
+    """Log two keys, each with two shapes: under vmaps of different size, and as arrays."""
     for n in (2, 3):
         jax.vmap(lambda y, n=n: lox.log({"h": x + y}, step=n - 2))(jnp.arange(n, dtype=jnp.float32))
     for n in (3, 2):
@@ -330,7 +330,7 @@ def of_many_shapes(x):
 
 
 def stored_shapes(case, events):
-    """Files keep arrays, `load` tells shapes apart, and curves are of single numbers."""
+    """Return what is stored: files keep arrays, `load` separates shapes, trackers have a curve per element."""
     if case.name in ("tensorboard", "wandb", "neptune", "mlflow", "trackio"):
         curves = {}
         for key, key_events in events.items():

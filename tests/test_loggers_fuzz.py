@@ -1,4 +1,4 @@
-"""Random vmapped programs through a logger: what each run has got is what the program does in plain Python.
+"""Random vmapped programs with a logger: each run gets the events of the program in plain Python.
 
 `LOX_FUZZ_N` and `LOX_FUZZ_SEED` choose other programs, as for `test_fuzz.py`.
 """

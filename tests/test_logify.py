@@ -9,7 +9,7 @@ from lox import logify
 
 
 def each(xs):
-    """Every reduction, in a loop."""
+    """Log with every reduction, in a loop."""
 
     def body(carry, x):
         logify.log("last", x)
@@ -251,7 +251,7 @@ def test_a_reduction_that_does_not_exist():
     assert str(info.value) == ("there is no reduction 'max'. Choose 'replace', 'append', 'mean' and 'sum'.")
 
 
-def test_a_name_that_is_no_string():
+def test_a_name_that_is_not_a_string():
     with pytest.raises(TypeError) as info:
         logify.log(3, 1)
     assert type(info.value) is lox.LogTypeError

@@ -1,4 +1,4 @@
-"""What reductions, intervals and buffers need: memory, precision, order."""
+"""Memory, precision and order of reductions, intervals and buffers."""
 
 import queue
 import resource
@@ -30,7 +30,7 @@ def megabytes(fun: Any) -> float:
     return (analysis.temp_size_in_bytes + analysis.output_size_in_bytes) / 1e6
 
 
-def test_stacking_takes_what_it_takes() -> None:
+def test_stacking_needs_memory_for_all_events() -> None:
     assert 102 < megabytes(lox.spool(big)) < 106
 
 
@@ -48,7 +48,7 @@ def test_with_an_interval_only_the_kept_events_exist() -> None:
     assert megabytes(lox.tap(big, lambda logs: None, interval=1000, buffer=10)) < 4
 
 
-def test_a_buffer_holds_one_block() -> None:
+def test_a_buffer_needs_memory_for_its_events_only() -> None:
     assert megabytes(lox.tap(big, lambda logs: None, buffer=100)) < 2
 
 
@@ -72,7 +72,7 @@ def test_the_mean_of_many_events_is_exact() -> None:
 
 
 def test_a_million_events_through_a_bounded_pipeline() -> None:
-    """None lost, none out of order, no deadlock, memory flat, though the consumer is the slower one."""
+    """With a slow consumer, no event is lost or out of order, nothing deadlocks, and memory stays flat."""
     blocks, per_block = 2000, 500
     pipeline: queue.Queue[Any] = queue.Queue(maxsize=4)
     problems: list[str] = []
@@ -102,7 +102,7 @@ def test_a_million_events_through_a_bounded_pipeline() -> None:
     pipeline.put(None)
     consumer.join()
     assert not problems
-    # The most that the process has ever used, in kB, from the first tenth on.
+    # The peak memory of the process in kB, from the first tenth on.
     assert memory[-1] - memory[len(memory) // 10] < 20_000
 
 

@@ -1,4 +1,4 @@
-"""Meshes: explicit axes, which `jax.make_mesh` gives by default, shard_map, and several devices in one function."""
+"""Meshes: explicit axes, the default of `jax.make_mesh`, shard_map, and several devices in one function."""
 
 import contextlib
 from typing import Any
@@ -41,7 +41,7 @@ def put(x: Any, mesh: Mesh, *spec: Any) -> Any:
 
 
 def steps_on_shards(mesh: Mesh, check: bool = True) -> Any:
-    """Logs a value of each device, one that all have, and both in a loop."""
+    """Log a value of each device, one that all share, and both in a loop."""
 
     def body(x: Any) -> Any:
         total = lax.psum(x.sum(), "d")
@@ -57,7 +57,7 @@ def steps_on_shards(mesh: Mesh, check: bool = True) -> Any:
 
 
 def collected(f: Any, **options: Any) -> list[Any]:
-    """What a tap with these options receives."""
+    """Return what a tap with these options receives."""
     received: list[Any] = []
     jax.block_until_ready(lox.tap(f, received.append, **options)())
     jax.effects_barrier()
@@ -188,7 +188,7 @@ def in_everything(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("body", [in_scan, in_cond, in_while, in_everything])
-def test_logs_in_a_shard_map_that_wants_values_are_those_of_one_that_does_not(body: Any) -> None:
+def test_logs_in_a_shard_map_do_not_depend_on_concrete_values(body: Any) -> None:
     mesh = mesh_of(AxisType.Auto)
 
     def wants_values(x: Any) -> Any:
@@ -238,7 +238,7 @@ def test_a_loop_in_a_shard_map_whose_length_is_a_value(kind: AxisType) -> None:
 
 
 @each_kind
-def test_a_while_loop_on_devices_beside_other_events_of_its_key(kind: AxisType) -> None:
+def test_a_while_loop_on_devices_next_to_other_events_of_its_key(kind: AxisType) -> None:
     if jax.__version_info__ < (0, 8) and kind == AxisType.Explicit:
         pytest.skip("JAX 0.7 does not scatter into explicitly sharded arrays")
     mesh = mesh_of(kind)
@@ -261,7 +261,7 @@ def test_a_while_loop_on_devices_beside_other_events_of_its_key(kind: AxisType) 
 
 
 @pytest.mark.parametrize("mapped_first", [True, False])
-def test_a_while_loop_on_devices_beside_a_vmap_of_another_size(mapped_first: bool) -> None:
+def test_a_while_loop_on_devices_next_to_a_vmap_of_another_size(mapped_first: bool) -> None:
     mesh = mesh_of(AxisType.Auto)
 
     def f(x: Any) -> Any:
@@ -305,7 +305,7 @@ def test_a_reduction_of_what_varies_over_devices_and_what_does_not(kind: AxisTyp
             same(logs.step[key], steps)
 
 
-def test_a_nested_shard_map_that_is_run_at_once() -> None:
+def test_a_nested_shard_map_evaluated_eagerly() -> None:
     mesh = mesh_of(AxisType.Auto, (2, 2), ("a", "b"))
 
     def inner(x: Any) -> Any:
@@ -368,8 +368,10 @@ ONCE = {"local": 4, "total": 1, "c": 12, "i": 3, "mine": 1, "ours": 1, "while": 
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 @each_kind
 @jitted_or_not
-def test_what_all_devices_have_comes_once(kind: AxisType, jit: bool, check: bool, options: dict[str, Any]) -> None:
-    """From the first of them, unless the devices decide for themselves whether it happens at all."""
+def test_values_that_all_devices_share_come_once(
+    kind: AxisType, jit: bool, check: bool, options: dict[str, Any]
+) -> None:
+    """It comes from the first device, unless devices decide for themselves whether there is an event."""
     mesh = mesh_of(kind)
 
     def body(x: Any) -> Any:
@@ -388,7 +390,7 @@ def test_what_all_devices_have_comes_once(kind: AxisType, jit: bool, check: bool
     for logs in collected(lambda: f(x), **options):
         for key, value in logs.items():
             counts[key] = counts.get(key, 0) + np.asarray(value).size
-    # What types do not tell, every device reports.
+    # Where types do not tell, every device reports.
     shared = dict.fromkeys(["total", "ours", "jitted"], 4) | {"i": 12}
     assert counts == (ONCE if check else ONCE | shared)
 
@@ -516,7 +518,7 @@ def test_two_mesh_axes(kind: AxisType, context: bool, jit: bool) -> None:
         assert sorted(b["c"].tolist() for b in blocks) == sorted(
             block for c in CORNERS.tolist() for block in ([c, c + 4], [c + 8])
         )
-        # The last block of a reduction is that of the whole function, outside of shard_map.
+        # The last part of a reduction comes from the whole function, outside of shard_map.
         *means, rest = collected(lambda: f(x), argnames=["c", "local"], buffer=2, reduce="mean")
         assert sorted(m["c"].tolist() for m in means) == [[c + 2] for c in CORNERS.tolist()]
         same(rest, {"local": CORNERS[None], "c": CORNERS[None] + 8})
@@ -571,7 +573,7 @@ def test_one_key_over_two_mesh_axes_of_one_size(kind: AxisType, options: Any) ->
 
 
 @each_kind
-@pytest.mark.parametrize("context, jit", [(True, True), (True, False), (False, True)])  # as far as JAX goes by itself
+@pytest.mark.parametrize("context, jit", [(True, True), (True, False), (False, True)])  # as far as JAX itself can go
 def test_gradients_of_sharded_values(kind: AxisType, context: bool, jit: bool) -> None:
     mesh = mesh_of(kind)
 
@@ -658,7 +660,7 @@ LANES = np.arange(8, dtype=np.float32)
 @jitted_or_not
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_lanes_over_a_mesh(program: Any, jit: bool, kind: AxisType) -> None:
-    """As on one device, whatever becomes of the logs."""
+    """The results are those of one device, whatever is done with the logs."""
     mesh = mesh_of(kind)
     f = jax.jit(jax.vmap(program)) if jit else jax.vmap(program)
 
@@ -714,7 +716,7 @@ NOT_AROUND = [(AxisType.Explicit, False), (AxisType.Auto, False), (AxisType.Auto
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("kind, spmd", NOT_AROUND, ids=["explicit", "auto", "spmd_axis_name"])
 def test_lanes_over_a_mesh_that_only_the_arrays_know(program: Any, kind: AxisType, spmd: bool, jit: bool) -> None:
-    """Or vmap, which can be told the name of the axis that is for its lanes."""
+    """A vmap can be given the name of the mesh axis for its lanes."""
     mesh = mesh_of(kind)
     wrap = jax.jit if jit else lambda f: f
     f = wrap(jax.vmap(program, spmd_axis_name="d" if spmd else None))
@@ -857,7 +859,7 @@ def test_a_failed_value_on_the_second_device() -> None:
 @each_kind
 @with_and_without_context
 def test_a_branch_that_only_logs_the_number_of_the_iteration(kind: AxisType, context: bool) -> None:
-    """It takes what knows no mesh, over an axis of one."""
+    """Operands without a mesh are moved to an axis of size one."""
     mesh = mesh_of(kind)
 
     def f(x: Any) -> Any:
@@ -892,7 +894,7 @@ def test_a_branch_that_only_logs_the_number_of_the_iteration(kind: AxisType, con
 @each_kind
 @with_and_without_context
 def test_branches_of_different_numbers_of_logs_over_a_mesh(kind: AxisType, context: bool) -> None:
-    """What fills up the shorter ones knows no mesh; spooled inside of the vmap, too."""
+    """The padding of shorter branches has no mesh; also when spooled inside the vmap."""
     mesh = mesh_of(kind)
 
     def f(x: Any) -> Any:
@@ -923,8 +925,8 @@ def test_branches_of_different_numbers_of_logs_over_a_mesh(kind: AxisType, conte
 
 
 @each_kind
-def test_events_of_a_branch_beside_others_over_a_mesh(kind: AxisType) -> None:
-    """The step of a branch is of a lane then, and joined with steps that are not."""
+def test_events_of_a_branch_next_to_others_over_a_mesh(kind: AxisType) -> None:
+    """The steps of a branch have lanes, and are joined with steps that have none."""
     mesh = mesh_of(kind)
 
     def f(x: Any) -> Any:
@@ -950,7 +952,7 @@ def test_events_of_a_branch_beside_others_over_a_mesh(kind: AxisType) -> None:
 
 @each_kind
 def test_no_gradient_of_a_branch_that_a_lane_did_not_take(kind: AxisType) -> None:
-    """What knows no mesh has one too, and a branch that was not taken may well have a gradient of NaN."""
+    """A branch that was not taken may have a gradient of NaN, also for operands without a mesh."""
     mesh = mesh_of(kind)
 
     def f(x: Any, w: Any) -> Any:
@@ -992,7 +994,7 @@ def test_loops_without_iterations_over_a_mesh(kind: AxisType, lengths: tuple[int
 @each_kind
 @jitted_or_not
 def test_lanes_inside_shard_map(kind: AxisType, jit: bool) -> None:
-    """A vmap inside of each device; some of what belongs to a key varies over both, some over neither."""
+    """With a vmap inside each device, some arrays of a key vary over both, some over neither."""
     mesh = mesh_of(kind)
 
     def body(x: Any) -> Any:

@@ -220,7 +220,7 @@ def test_debug_nans_pads_with_zeros_and_finds_those_of_the_program() -> None:
 
 
 class Failure(Exception):
-    """All of them say the same."""
+    """Every thread raises the same error."""
 
     def __init__(self, number: int):
         super().__init__("no")
@@ -266,7 +266,7 @@ def test_threads_whose_one_callback_raises(jit: bool, options: Any) -> None:
     in_threads(work)
 
 
-def test_threads_of_which_one_raises() -> None:
+def test_threads_one_of_which_raises() -> None:
     f = jax.jit(lambda x: lax.scan(lambda c, t: (c, lox.log({"x": t}) and None), x, x + jnp.arange(5))[0])
     received: dict[int, list[int]] = {k: [] for k in range(3)}
 
@@ -400,10 +400,10 @@ def test_rank_promotion_and_checks(transform: Callable[..., Any]) -> None:
 
 
 def test_no_tracing_the_second_time() -> None:
-    for name in ("spool", "reduce", "interval", "nolog"):  # JAX takes every call of a program with effects for tracing
+    for name in ("spool", "reduce", "interval", "nolog"):  # JAX counts every call of a program with effects as tracing
         f = EVERY[name](jax.jit(nested))
         expected = f(ONE)
-        str(expected)  # which compacts them
+        str(expected)  # compacts them
         with jax.no_tracing():
             same(f(ONE), expected)
 

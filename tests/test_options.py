@@ -186,14 +186,14 @@ SILENCING = {
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [looping, looping_twice, asking, branching, looping_over_branches])
 @pytest.mark.parametrize("mapped", MAPPED)
-def test_no_mask_is_left_where_no_log_needs_it(mapped, program):
+def test_no_masking_is_left_where_no_log_needs_it(mapped, program):
     x = jnp.arange(3)
     with_logs, without = MAPPED[mapped](program(lox.log)), MAPPED[mapped](program(lambda _: None))
 
     text = lambda f: jax.jit(lambda x: f(x)).lower(x).as_text()  # noqa: E731
     operations = lambda text: Counter(re.findall(r"(?:stablehlo|func)\.\w+", text))  # noqa: E731
     for silenced in map(text, [silence(with_logs) for silence in SILENCING.values()]):
-        # lox leaves out what nothing needs, which JAX may not do.
+        # lox leaves out what nothing needs, which JAX may keep.
         assert not operations(silenced) - operations(text(without))
         assert silenced == text(without) or program is looping_over_branches
     same(lox.nolog(with_logs)(x), np.asarray(without(x)))
@@ -211,7 +211,7 @@ def test_prefix():
     same(events[1].step, {"run/x": i32(1)})
 
 
-def test_prefix_of_a_tap_is_its_own():
+def test_prefix_of_a_tap_stays_inside():
     _, logs = lox.spool(lox.tap(scanned, lambda logs: None, prefix="run/"))(jnp.arange(2))
     same(logs, {"x": i32([0, 1])})
 
@@ -286,7 +286,7 @@ def test_interval_of_a_single_event():
     same(logs, {"x": i32(1)})
 
 
-def test_interval_counts_what_happened():
+def test_interval_counts_valid_events():
     def f(xs):
         def body(c, x):
             lox.log({"x": x}, where=x > 0)
@@ -327,8 +327,8 @@ def with_reductions(xs):
     ("reduce", "a", "b"),
     [
         (None, f32(4), f32([1, 1, 4])),
-        ("sum", f32(4), f32(6)),  # the log's own wins over one for all
-        ({"a": "min"}, f32(1), f32([1, 1, 4])),  # and loses against one for the key
+        ("sum", f32(4), f32(6)),  # the log's own reduction wins over one for all
+        ({"a": "min"}, f32(1), f32([1, 1, 4])),  # but loses against one for the key
         ({"b": "mean"}, f32(4), f32(2)),
         ({"a": "append", "b": "append"}, f32([1, 1, 4]), f32([1, 1, 4])),
         ("append", f32(4), f32([1, 1, 4])),
@@ -390,7 +390,7 @@ def test_reduce_is_compensated():
     np.testing.assert_allclose(logs["x"], xs.astype(np.float64).sum(), rtol=1e-7)
 
 
-def test_a_reduction_of_ones_own():
+def test_a_custom_reduction():
     product = lox.Reduction(jnp.ones_like, lambda state, x: state * x, lambda state: -state)
     same(lox.spool(scanned, reduce=product)(f32([2, 3]))[1], {"x": f32(-6)})
     lanes = f32([[2, 3], [1, 1]])
@@ -549,7 +549,7 @@ def test_keep_logs(capsys, wrap):
 
     inner(jnp.arange(3))
     jax.effects_barrier()
-    assert capsys.readouterr().out == ""  # seen by spool: not for the console
+    assert capsys.readouterr().out == ""  # spool has taken it, so it is not printed
 
 
 def test_keep_logs_keeps_what_was_not_selected():
@@ -589,7 +589,7 @@ def test_tap_lets_logs_flow_on(capsys, wrap):
     assert capsys.readouterr().out == ""
 
 
-def test_tap_outside_spool_gets_nothing():
+def test_tap_outside_spool_gets_no_events():
     events = []
     _, logs = lox.tap(lox.spool(scanned), events.append)(jnp.arange(2))
     assert events == []
@@ -661,7 +661,7 @@ def test_events_of_other_types_are_promoted():
         lox.log({"x": jnp.int32(1)}, step=0)
         lox.log({"x": jnp.float32(2.5)}, step=0.5)
 
-    _, logs = lox.spool(f)()  # in JAX's strict mode too: the function has no trouble with it
+    _, logs = lox.spool(f)()  # in JAX's strict mode too, like the function itself
     same(logs, {"x": f32([1, 2.5])})
     same(logs.step, {"x": f32([0, 0.5])})
 
@@ -717,14 +717,14 @@ def test_an_exception_in_the_callback(wrap):
 @pytest.mark.parametrize(
     ("transform", "name"), [(lox.spool, "interval"), (lox.spool, "capacity"), (lox.tap, "interval")]
 )
-def test_a_count_that_is_none(transform, name, value):
+def test_a_bad_count(transform, name, value):
     with pytest.raises((ValueError, TypeError)) as info:
         transform(scanned, **{name: value})
     assert isinstance(info.value, lox.LoxError)
     assert str(info.value) == f"`{name}` is {value!r}; it must be a positive integer."
 
 
-def test_a_capacity_in_a_mapping_that_is_none():
+def test_a_bad_capacity_in_a_mapping():
     with pytest.raises(lox.OptionError) as info:
         lox.spool(scanned, capacity={"x": 0})
     assert str(info.value) == "`capacity['x']` is 0; it must be a positive integer."
@@ -755,14 +755,14 @@ def test_a_reduction_of_a_log_that_does_not_exist():
 @pytest.mark.parametrize("value", [3, [1], [None], 2.5, ["a", 1]])
 @pytest.mark.parametrize("name", ["argnames", "tags"])
 @pytest.mark.parametrize("transform", [lox.spool, lox.tap, lox.nolog, lox.keep])
-def test_names_that_are_none(transform, name, value):
+def test_bad_names(transform, name, value):
     with pytest.raises((ValueError, TypeError), match=rf"^`{name}` takes names, not ") as info:
         transform(scanned, **{name: value})
     assert isinstance(info.value, lox.LoxError)
 
 
 @pytest.mark.parametrize("tags", [3, [1], [None]])
-def test_tags_of_a_log_that_are_none(tags):
+def test_bad_tags_of_a_log(tags):
     with pytest.raises((ValueError, TypeError), match="tags") as info:
         lox.log({"x": 1}, tags=tags)
     assert isinstance(info.value, lox.LoxError)
@@ -770,21 +770,21 @@ def test_tags_of_a_log_that_are_none(tags):
 
 @pytest.mark.parametrize("transform", [lox.spool, lox.tap])
 @pytest.mark.parametrize("prefix", [3, None, ["a"]])
-def test_a_prefix_that_is_none(transform, prefix):
+def test_a_bad_prefix(transform, prefix):
     with pytest.raises((ValueError, TypeError), match="prefix") as info:
         transform(scanned, prefix=prefix)
     assert isinstance(info.value, lox.LoxError)
 
 
 @pytest.mark.parametrize("prefix", [3, None, ["a"]])
-def test_a_prefix_of_a_log_that_is_none(prefix):
+def test_a_bad_prefix_of_a_log(prefix):
     with pytest.raises((ValueError, TypeError), match="prefix") as info:
         lox.log({"x": 1}, prefix=prefix)
     assert isinstance(info.value, lox.LoxError)
 
 
 @pytest.mark.parametrize("callback", [None, "print", 3])
-def test_a_callback_that_is_none(callback):
+def test_a_bad_callback(callback):
     with pytest.raises(TypeError) as info:
         lox.tap(scanned, callback)
     assert isinstance(info.value, lox.LoxError)
@@ -807,7 +807,7 @@ def test_strip_is_nolog():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_unify_is_what_always_happens(wrap):
+def test_unify_has_no_effect(wrap):
     def f(x):
         def positive(x):
             lox.log({"positive": x})
@@ -867,7 +867,7 @@ KEYS = "The keys are 'net/loss', 'net/acc', 'never', 'up' and 'lane'."
 
 
 def warned(call, *args):
-    """The warnings of a call: what they say, and whether they point to this file."""
+    """Return the warnings of a call, and whether they point to this file."""
     lox.config.sink = "off"
     with warnings.catch_warnings(record=True) as actual:
         warnings.simplefilter("always")
@@ -891,7 +891,7 @@ def test_a_selection_that_matches_nothing_warns(transform, around):
 @pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("transform", SELECTIVE)
-def test_a_selection_that_matches_something_does_not(transform, around):
+def test_a_selection_that_matches_something_does_not_warn(transform, around):
     transform = AROUND[around](SELECTIVE[transform])
     for options in ({"argnames": ["never", "net/loss"]}, {"tags": "debug"}):
         assert warned(transform(varied, **options), jnp.float32(1)) == []
@@ -912,7 +912,7 @@ def test_a_selection_that_matches_something_does_not(transform, around):
         {"tags": ["debug", "other"]},
     ],
 )
-def test_nor_does_one_that_matches_nothing_on_purpose(transform, options):
+def test_a_selection_that_matches_nothing_on_purpose_does_not_warn(transform, options):
     assert warned(SELECTIVE[transform](varied, **options), jnp.float32(1)) == []
 
 
@@ -949,7 +949,7 @@ def test_logs_in_derivative_rules_may_come_later():
          [f"`capacity` names 'lan', but there is no such key. {KEYS} Did you mean 'lane'?"]),
     ],
 )  # fmt: skip
-def test_what_is_said_of_it(options, messages):
+def test_the_text_of_the_warning(options, messages):
     assert warned(lox.spool(varied, **options), jnp.float32(1)) == messages
     if "capacity" not in options:
         assert warned(lox.tap(varied, ignore, **options), jnp.float32(1)) == messages
@@ -958,7 +958,7 @@ def test_what_is_said_of_it(options, messages):
 def test_a_function_that_logs_nothing():
     nothing = ["`argnames` names 'x', but there is no such key. Nothing is logged."]
     for name, transform in SELECTIVE.items():
-        # Who removes logs and finds none has what they want.
+        # Removing logs where there are none is fine.
         assert warned(transform(silent, argnames="x"), 1.0) == ([] if name == "nolog" else nothing)
         assert warned(transform(silent), 1.0) == []
     assert warned(lox.spool(lambda x: lox.spool(varied)(x)[0], "up"), jnp.float32(1)) == [
@@ -970,12 +970,12 @@ def test_a_function_that_logs_nothing():
     assert warned(lox.logify.logify(silent), 1) == []
 
 
-def test_once_for_a_trace_and_not_for_a_call():
+def test_warnings_come_per_trace_and_not_per_call():
     f = jax.jit(varied)
     for transformed in (lox.spool(f, "los"), jax.jit(lox.spool(f, "los")), lox.nolog(f, "los")):
         assert len(warned(transformed, jnp.float32(1))) == 1
         assert warned(transformed, jnp.float32(2)) == []
-    assert warned(lox.spool(f, "los"), jnp.float32(3)) == []  # made anew, but traced before
+    assert warned(lox.spool(f, "los"), jnp.float32(3)) == []  # made again, but traced before
 
 
 def test_a_few_of_many_keys_are_listed():

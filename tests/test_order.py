@@ -1,4 +1,4 @@
-"""Host calls come in program order, wherever in the program they stand."""
+"""Host calls come in program order, wherever they are in the program."""
 
 import functools
 from typing import Any
@@ -22,7 +22,7 @@ def values(logger: Any, run: str = "0") -> list[float]:
 
 
 def four(log: Any) -> Any:
-    """A loop of four events."""
+    """Log four events in a loop."""
 
     def step(x: Any, _: Any) -> Any:
         log({"v": x})
@@ -32,7 +32,7 @@ def four(log: Any) -> Any:
 
 
 def forever(log: Any) -> Any:
-    """The same, of unknown length."""
+    """Do the same in a loop of unknown length."""
 
     def step(x: Any) -> Any:
         log({"v": x})
@@ -42,13 +42,13 @@ def forever(log: Any) -> Any:
 
 
 def branches(log: Any) -> Any:
-    """The same in branches, one of which returns nothing that depends on it."""
+    """Do the same in branches, one of which returns nothing that depends on it."""
     for n in range(4):
         jax.lax.cond(jnp.asarray(n) >= 0, lambda n=n: (log({"v": float(n)}), 0)[1], lambda: 0)
 
 
 def calls(log: Any) -> Any:
-    """The same in functions that return nothing."""
+    """Do the same in functions that return nothing."""
     helper = jax.jit(lambda x: (log({"v": x}), None)[1])
     for n in range(4):
         helper(float(n))
@@ -116,7 +116,7 @@ def test_two_taps() -> None:
     assert [float(x) for x in got] == [10 * n + i for n in range(3) for i in range(4)]
 
 
-def test_lanes_that_go_their_own_ways() -> None:
+def test_lanes_that_diverge() -> None:
     with Recorder() as logger:
 
         @jax.jit
@@ -204,7 +204,7 @@ def test_a_program_that_fails_does_not_stop_the_next_one() -> None:
 
 
 def test_the_end_of_a_run_comes_last() -> None:
-    """As `lox.wandb.finish` after a loop of `lox.wandb.log`."""
+    """For instance `lox.wandb.finish` after a loop of `lox.wandb.log`."""
     from lox.loggers._module_api import SingleRuns, SingleRunsPipeline
 
     class Runs(Recorder):

@@ -24,7 +24,7 @@ def promotion_as_users_have_it():
 
 @pytest.mark.slow
 def test_readme():
-    # doctest would take the fence that ends a block for expected output.
+    # doctest would take the closing fence for expected output.
     text = re.sub(r"^ *```.*$", "", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
     examples = doctest.DocTestParser().get_doctest(text, {}, README.name, str(README), 0)
     failed, attempted = doctest.DocTestRunner(optionflags=OPTIONS).run(examples)

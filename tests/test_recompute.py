@@ -1,4 +1,4 @@
-"""Backward rules that run a function again: what it logs has happened once."""
+"""Backward rules that call a function again: its events count once."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def shrink(x: Any, i: Any) -> Any:
 
 
 def recomputing(step: Any, how: str) -> Any:
-    """A loop of three steps, whose backward rule runs each of them again, as libraries for solvers do."""
+    """A loop of three steps whose backward rule calls each step again, as solver libraries do."""
 
     def loop(x: Any) -> Any:
         return lax.fori_loop(0, 3, lambda i, x: step(x, i), x)
@@ -65,7 +65,7 @@ AROUND: dict[str, Any] = {
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("how", ["python", "scan", "while", "remat"])
 @pytest.mark.parametrize("step", [shrink, jax.jit(shrink)], ids=["step", "jitted step"])
-def test_what_a_backward_rule_computes_again_is_no_event(around: str, how: str, step: Any) -> None:
+def test_what_a_backward_rule_recomputes_is_not_an_event(around: str, how: str, step: Any) -> None:
     f = recomputing(step, how)
     g = AROUND[around](f)
     for grad in (jax.grad(g), jax.jit(jax.grad(g))):
@@ -74,7 +74,7 @@ def test_what_a_backward_rule_computes_again_is_no_event(around: str, how: str, 
         assert float(out) == 0.125
         assert logs["error"].reshape(-1).tolist() == [8.0, 4.0, 2.0]
         assert logs.step["error"].tolist() == [0, 1, 2]
-        # What the rule logs at lines of its own stays.
+        # Events from the rule's own lines stay.
         assert (logs["cotangent"].reshape(()), logs["residual"].reshape(())) == (1.0, 8.0)
 
 
@@ -90,7 +90,7 @@ def test_recomputation_reaches_neither_a_tap_nor_the_console() -> None:
         assert [(float(e["error"]), int(e.step["error"])) for e in received] == expected
         assert [(float(e["error"]), int(e.step["error"])) for e in events if "error" in e] == expected
         assert lox.spool(grad, "error", reduce="sum")(jnp.float32(8))[1]["error"] == 14.0
-    # Differentiating the spooled function reports the primal, as ever.
+    # Differentiating the spooled function reports the primal, as always.
     assert list(jax.grad(lox.spool(f), has_aux=True)(jnp.float32(8))[1]) == ["error"]
 
 
@@ -143,7 +143,7 @@ def test_a_helper_that_logs_values_and_cotangents_alike() -> None:
     assert logs["v"].tolist() == [9.0, 1.0]
 
 
-def test_nested_rules_that_compute_again() -> None:
+def test_nested_rules_that_recompute() -> None:
     inner = recomputing(shrink, "scan")
 
     def outer_fwd(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`SaveLogger`: what it promises beyond the contract of all loggers, and what becomes of it when things go wrong."""
+"""`SaveLogger`: what it promises beyond the contract of all loggers, also when things go wrong."""
 
 import errno
 import io
@@ -47,7 +47,7 @@ def test_quick_start_loggers(tmp_path, monkeypatch):
     logger_state = logger.init(prng_key)
     y = logger.spool(with_steps, logger_state)(xs)
     assert int(y) == 3
-    check_carry(lox.load("./.lox/"))  # at once: nobody has flushed or closed the logger
+    check_carry(lox.load("./.lox/"))  # at once, although the logger is neither flushed nor closed
 
     console_logger = lox.loggers.ConsoleLogger()
     save_logger = lox.loggers.SaveLogger("./.lox/")
@@ -55,7 +55,7 @@ def test_quick_start_loggers(tmp_path, monkeypatch):
     multi_logger_state = multi_logger.init(prng_key)
     y = multi_logger.tap(with_steps, multi_logger_state)(xs)
     assert int(y) == 3
-    assert [run.name for run in lox.runs(".lox")] == ["0", "0.1"]  # never asks, never overwrites
+    assert [run.name for run in lox.runs(".lox")] == ["0", "0.1"]  # neither asks nor overwrites
     check_carry(lox.load(".lox", prng_key))
     for name in ("0", "0.1"):
         check_carry(lox.load(".lox", name))
@@ -150,7 +150,7 @@ def test_a_run_that_exists_inside_a_compiled_program(tmp_path):
             return 2 * x
 
         with pytest.warns(lox.LoxWarning, match="failed opening run '42': RunExistsError"):
-            assert int(run(jax.random.key(42), 5)) == 10  # the program is none the wiser
+            assert int(run(jax.random.key(42), 5)) == 10  # the program does not notice
             with pytest.raises(ExceptionGroup, match=r"SaveLogger had 2 errors.*the run '42' is already in"):
                 logger.flush()
         run(jax.random.key(43), 6)
@@ -374,7 +374,7 @@ def test_lanes_need_few_calls(tmp_path, monkeypatch):
 
 
 def rows_on_disk(path):
-    """As another process sees them: nothing is flushed for it."""
+    """Read events as another process does, without a flush."""
     return sum(len(logs["x"]) for logs in Reader(path).poll().values() if "x" in logs)
 
 
@@ -387,7 +387,7 @@ def test_events_are_written_soon_without_a_flush(tmp_path):
 
 
 def test_small_writes_are_coalesced(tmp_path, monkeypatch):
-    # A program that takes no time, and no pause in it.
+    # A program that takes no time, without a pause.
     monkeypatch.setattr(_save, "time", types.SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(_writer, "_PAUSE", HANG)
     with lox.SaveLogger(tmp_path) as logger:
@@ -494,8 +494,8 @@ def test_kill_a_training_at_any_moment(tmp_path):
 
 
 @pytest.mark.slow
-def test_watched_and_joined_by_others(tmp_path):
-    """A process trains; another one with the same keys comes to the same directory; this one watches."""
+def test_other_processes_read_and_write_meanwhile(tmp_path):
+    """Two processes train with the same PRNG keys on the same directory, while this one reads."""
     slow, other = start("tail_training", tmp_path, 8, stdin=subprocess.PIPE), start("race_training", tmp_path, 20)
     reader, seen = Reader(tmp_path), {}
 
@@ -505,7 +505,7 @@ def test_watched_and_joined_by_others(tmp_path):
         return len(seen.get(name, [])) == number
 
     name = slow.stdout.readline().strip()
-    for n in range(8):  # it comes bit by bit, though nobody flushes
+    for n in range(8):  # events come little by little, without a flush
         wait_for(lambda n=n: has_come(name, 10 * (n + 1)))
         slow.stdin.write("\n")
         slow.stdin.flush()
@@ -581,7 +581,7 @@ def test_disk_full(tmp_path, monkeypatch, room):
     with pytest.warns(lox.LoxWarning, match="not all that was logged is on disk"):
         actual = lox.load(tmp_path)["x"]
     assert len(actual) >= 500 and actual.tolist() == list(range(1, len(actual) + 1))  # earlier data intact
-    disk.room = 1 << 30  # somebody has tidied up
+    disk.room = 1 << 30  # there is room again
     logger.flush()
     logger.close()
     same(lox.load(tmp_path)["x"], np.arange(1, 1001, dtype=np.int32))
@@ -627,7 +627,7 @@ def test_read_only_directory(tmp_path, monkeypatch):
             assert int(run(0)) == 500
             with pytest.raises(lox.StoreError, match=r"cannot write '.*arrows': Read-only file system"):
                 logger.flush()
-    logger.close()  # it is writable again: nothing was lost
+    logger.close()  # writable again, and nothing was lost
     same(lox.load(tmp_path)["x"], np.arange(1, 501, dtype=np.int32))
 
 
@@ -680,7 +680,7 @@ def test_threads_log_at_once(tmp_path):
     assert xs_of(tmp_path) == {str(seed): list(range(50)) for seed in range(4)}
 
 
-# --- modes as files have them ---
+# --- short names of modes, as for files ---
 
 
 def test_modes_as_files_have_them(tmp_path):
@@ -700,11 +700,11 @@ def test_modes_as_files_have_them(tmp_path):
         lox.save({"x": 4}, tmp_path, prng_key, mode="r")
 
 
-# --- save inside of programs ---
+# --- save inside programs ---
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_save_inside_of_a_program(tmp_path, wrap):
+def test_save_inside_a_program(tmp_path, wrap):
     prng_key = jax.random.key(5)
 
     @wrap
@@ -725,7 +725,7 @@ def test_save_inside_of_a_program(tmp_path, wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_save_under_vmap_is_a_run_for_every_key(tmp_path, wrap):
+def test_save_under_vmap_makes_a_run_per_prng_key(tmp_path, wrap):
     prng_keys = jax.vmap(jax.random.key)(jnp.array([3, 4, 5]))
     save = wrap(jax.vmap(lambda key, x: lox.save({"x": x, "same": 7}, tmp_path, key, mode="w", config={"x": x})))
     for scale in (1, 2):
@@ -754,7 +754,7 @@ def test_save_in_loops_and_branches(tmp_path):
     same(lox.load(tmp_path), {"i": np.asarray([0, 2, 4], np.int32)})
 
 
-def test_ragged_logs_saved_inside_of_a_program(tmp_path):
+def test_ragged_logs_saved_inside_a_program(tmp_path):
     def f(x):
         lox.log({"x": x}, where=x > 1)
         return x

@@ -91,7 +91,7 @@ def test_what_nolog_removes_costs_nothing() -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_branch_of_which_lanes_disagree() -> None:
+def test_a_branch_that_lanes_disagree_about() -> None:
     def f(x: Any) -> Any:
         with lox.scope("s"):
             return lax.cond(x > 0, layer, lambda x: x, x)
@@ -135,7 +135,7 @@ def test_the_default_sink_knows_those_of_the_innermost_jit_or_loop() -> None:
         f(1.0)
     with lox.testing.capture() as compiled:
         jax.jit(f)(1.0)
-    # A loop is lowered on its own, and does not know what is around it.
+    # A loop is lowered by itself, without the scopes around it.
     assert sorted(k for logs in eager for k in logs) == ["a/x", "y"]
     assert sorted(k for logs in compiled for k in logs) == ["a/x", "y"]
 

@@ -365,7 +365,7 @@ def test_spool_h_cond_with_branches_that_log_alike(wrap):
     for x, y, logged in ((3.0, 4.0, 3.0), (-3.0, -1.0, -2.0)):
         out, logs = wrap(lox.spool(h))(x)
         assert out == y
-        same(logs, {"x": f32(logged)})  # no event axis and no mask
+        same(logs, {"x": f32(logged)})  # no event axis and no `valid`
         assert logs.valid == {}
 
 

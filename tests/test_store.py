@@ -1,4 +1,4 @@
-"""What goes into the store comes out of it."""
+"""The store returns what was written to it."""
 
 import collections
 import dataclasses
@@ -29,7 +29,7 @@ def bits(x):
 
 
 def loss(n, start=0):
-    """n events of one key, with steps."""
+    """Make n events of one key, with steps."""
     steps = np.arange(start, start + n, dtype=np.int32)
     return lox.logdict({"loss": steps.astype(np.float32) / 2}, steps={"step": {"loss": steps}})
 
@@ -53,7 +53,7 @@ WORDS = {
 
 
 def every_pattern(name):
-    """Values of a dtype with all sorts of bits: for small ones, all there are."""
+    """Make values of a dtype with all kinds of bits; for small dtypes, all values."""
     if name == "bool":
         return boolean([0, 1, 1, 0, 1])
     if name in ("int2", "uint2", "int4", "uint4"):
@@ -109,7 +109,7 @@ def test_prng_keys(tmp_path):
     assert jax.random.uniform(logs["one"][0]) == jax.random.uniform(one)
 
 
-def test_key_data_stands_for_keys_in_callbacks(tmp_path):
+def test_key_data_replaces_prng_keys_in_callbacks(tmp_path):
     with Writer(tmp_path) as writer:
         writer.append(writer.open_run(), {"k": KeyData(np.uint32([0, 7]), "threefry2x32")})
     same(jax.random.key_data(lox.load(tmp_path)["k"]), np.uint32([[0, 7]]))
@@ -176,7 +176,7 @@ def test_classes_come_back_as_dicts(tmp_path):
     )
 
 
-def test_keys_of_dicts_that_are_no_data(tmp_path):
+def test_dict_keys_that_cannot_be_stored(tmp_path):
     with pytest.raises(lox.LogTypeError, match=r"'x' has a dict with the key .*use strings or numbers"):
         lox.save({"x": {frozenset(): f32(1)}}, tmp_path)
 
@@ -191,7 +191,7 @@ def test_a_key_that_changes(tmp_path):
         writer.append(run, {"x": f32(5), "y": f32([3])})
     logs = lox.load(tmp_path, argnames=["x", "late"])
     assert logs["x"].dtype == np.float32
-    assert logs["x"].tolist() == [1, 2, 3, 4, 5]  # in order, though from four files
+    assert logs["x"].tolist() == [1, 2, 3, 4, 5]  # in order, although from four files
     assert logs.step["x"].tolist() == [-1, -1, 5, -1, -1]
     with pytest.warns(lox.LoxWarning) as warned:
         logs = lox.load(tmp_path)
@@ -295,7 +295,7 @@ def test_ragged_logs_are_compacted(tmp_path, jit):
     assert loaded.valid == {}
 
 
-def test_a_key_that_never_happened(tmp_path):
+def test_a_key_without_events(tmp_path):
     lox.save(lox.spool(ragged)(f32([-1, -1]))[1], tmp_path)
     loaded = lox.load(tmp_path)
     same(loaded, {"x": f32([]), "all": f32([-1, -1])})
@@ -325,7 +325,7 @@ def test_lanes_of_one_run(tmp_path, inside):
     _, logs = f(LANES)
     lox.save(logs, tmp_path, jax.random.key(0))
     loaded = lox.load(tmp_path)
-    # Slots that happened in no lane are gone; lanes stand after the events.
+    # Slots that are valid in no lane are gone; lanes come after events.
     same(loaded.valid, {"x": boolean([[1, 0], [1, 1], [0, 1]])})
     same(loaded["all"], LANES.T)
     for i in range(2):
@@ -353,7 +353,7 @@ def test_lanes_that_do_not_fit(tmp_path):
         lox.save(logs, tmp_path, jax.random.split(jax.random.key(0), 3))
 
 
-def test_dropped_events_are_told_of(tmp_path):
+def test_dropped_events_warn(tmp_path):
     def f(n):
         return jax.lax.while_loop(lambda i: i < n, lambda i: [lox.log({"i": i}), i + 1][1], 0)
 
@@ -445,7 +445,7 @@ def test_names(tmp_path, prng_key, name):
     same(jax.random.key_data(run.key), prng_key if raw else jax.random.key_data(prng_key))
 
 
-def test_no_two_keys_share_a_name():
+def test_no_two_prng_keys_share_a_name():
     rng = np.random.default_rng(0)
     words = [*rng.integers(0, 3, (50, 4), np.uint32), *rng.integers(0, 2**32, (50, 4), np.uint32)]
     words += [np.concatenate([w[:2], w[:2]]) for w in words]
@@ -454,7 +454,7 @@ def test_no_two_keys_share_a_name():
     assert len({names.base_name(k[1:], k[0]) for k in keys}) == len(keys)
 
 
-def test_bad_keys(tmp_path):
+def test_bad_prng_keys(tmp_path):
     lox.save({"x": 1}, tmp_path)
     for key in (42, np.zeros(3), np.uint32(3), object()):
         with pytest.raises(lox.LogTypeError, match="give the run's PRNG key"):
@@ -527,8 +527,8 @@ def test_overwrite_leaves_a_living_writer_alone(tmp_path):
     assert len(lox.load(tmp_path)["loss"]) == 3
 
 
-def test_an_overwrite_that_was_interrupted(tmp_path, monkeypatch):
-    """The successor's entry is what counts: whatever of the old files is left, they are not seen."""
+def test_an_interrupted_overwrite(tmp_path, monkeypatch):
+    """The entry of the new run decides: old files that are left are ignored."""
     lox.save({"x": 0}, tmp_path, PRNG_KEY)
     monkeypatch.setattr("lox.store._group.Group.delete", lambda self: None)
     lox.save({"x": 1}, tmp_path, PRNG_KEY, mode="overwrite")
@@ -594,7 +594,7 @@ def test_stack(tmp_path):
     assert logs.filter("loss").reduce("mean")["loss"].tolist() == [0.5, 0]
 
 
-def test_several_keys_stack(tmp_path):
+def test_several_prng_keys_stack(tmp_path):
     prng_keys = jax.random.split(PRNG_KEY, 3)
     for i, key in enumerate(prng_keys):
         lox.save({"x": f32(i)}, tmp_path, key)
@@ -865,7 +865,7 @@ writer.close()
 
 
 @pytest.mark.parametrize("mode", ["new", "append", "overwrite"])
-def test_one_key_twice_is_two_runs(tmp_path, mode):
+def test_one_prng_key_twice_is_two_runs(tmp_path, mode):
     lox.save({"x": 0.0}, tmp_path, PRNG_KEY)
     with Writer(tmp_path) as writer:
         runs = writer.open_runs(key_data=[[0, 42], [0, 42]], mode=mode)
@@ -884,7 +884,7 @@ def test_one_key_twice_is_two_runs(tmp_path, mode):
 
 
 @pytest.mark.slow
-def test_a_writer_that_nobody_closes(tmp_path):
+def test_a_writer_that_is_not_closed(tmp_path):
     code = f"""
 import numpy as np, lox
 def f():
@@ -917,15 +917,15 @@ def test_steps_of_different_keys_are_kept_apart(tmp_path):
     loaded = lox.load(tmp_path)
     same(loaded, dict(logs))
     same(loaded.steps["step"], logs.steps["step"])
-    assert len(list(tmp_path.glob("*/*.arrows"))) == 2  # what has the same steps shares a file
+    assert len(list(tmp_path.glob("*/*.arrows"))) == 2  # keys with the same steps share a file
 
 
 def entry(group, name, base, mode, opened, number=0):
     return Entry(group, number, name, base, mode, opened, None, None, None)
 
 
-def test_two_that_chose_the_same_name():
-    """Of processes that begin a run at the same moment, the later one gets the next number, whoever reads it."""
+def test_two_runs_that_chose_the_same_name():
+    """If processes begin a run at the same moment, the later one gets the next number, for every reader."""
     entries = [
         entry("b", "42", "42", "new", 2.0),
         entry("a", "42", "42", "new", 1.0),
@@ -941,7 +941,7 @@ def test_two_that_chose_the_same_name():
 
 
 def test_the_time_decides_what_is_overwritten():
-    """Not the age of the group: a long-lived writer may begin a run after another one has overwritten its first."""
+    """Not the age of the group: an old writer may begin a run after another one has overwritten its first."""
     entries = [
         entry("old", "42", "42", "new", 1.0, 0),
         entry("young", "42", "42", "overwrite", 2.0),

@@ -1,4 +1,4 @@
-"""The store while processes die, disks are full and others read and write at once."""
+"""The store while processes die, disks are full, and others read and write."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ KILLS = int(os.environ.get("LOX_KILL_N", "10"))
 
 
 def check_events(logs, least):
-    """Events 0, 1, 2, ... without a gap, each with its value."""
+    """Check for events 0, 1, 2, ... without a gap, each with its value."""
     n = len(logs["x"])
     assert n >= least
     steps = np.arange(n)
@@ -57,7 +57,7 @@ def test_kill_at_any_moment(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_process_watches(tmp_path):
+def test_a_second_process_reads_meanwhile(tmp_path):
     writer = start("tail", tmp_path, 400, stdin=subprocess.PIPE)
     reader = Reader(tmp_path)
     seen, half = [], []
@@ -69,7 +69,7 @@ def test_a_second_process_watches(tmp_path):
             half.extend(logs["half"].tolist() if "half" in logs else [])
         return len(seen) == number
 
-    for number in range(40, 401, 40):  # it comes bit by bit
+    for number in range(40, 401, 40):  # events come little by little
         wait_for(lambda number=number: have_come(number))
         writer.stdin.write("\n")
         writer.stdin.flush()
@@ -103,7 +103,7 @@ def test_a_real_limit(tmp_path):
     assert (kind, int(code)) == ("StoreError", errno.EFBIG)
     assert Path(file).name == "p0000-000.arrows"
     check_events(lox.load(tmp_path), 10_020)
-    assert len(list(tmp_path.glob("*/*.arrows"))) == 2  # never after a torn batch: in a new file
+    assert len(list(tmp_path.glob("*/*.arrows"))) == 2  # in a new file, never after a torn batch
 
 
 def test_short_writes(tmp_path, monkeypatch):
@@ -134,15 +134,15 @@ def test_disk_full(tmp_path, monkeypatch, room, can_truncate):
     assert error.value.errno == errno.ENOSPC
     assert "Free some space" in str(error.value)
     assert flushed < done < 100
-    # What was there before is intact, and others can read it meanwhile.
+    # Earlier events are intact, and others can read them meanwhile.
     reader = Reader(tmp_path)
     actual = reader.poll()
     assert (actual["run"]["x"].tolist() if actual else []) == list(range(flushed))
-    # Reading in this process cannot flush: it says so, and reads what there is.
+    # Reading in this process cannot flush, warns of it, and reads what there is.
     if flushed:
         with pytest.warns(lox.LoxWarning, match="not all that was logged is on disk"):
             assert lox.load(tmp_path)["x"].tolist() == list(range(flushed))
-    # Events go on being taken, and are written as soon as there is room.
+    # Events are still accepted, and written as soon as there is room.
     writer.append(run, {"x": np.int64(done), "y": np.zeros(3)})
     disk.room = 1 << 30
     writer.flush()

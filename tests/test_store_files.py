@@ -1,4 +1,4 @@
-"""The files themselves: what other tools see, keys that are not names, and damage of every kind."""
+"""The files themselves: other tools, unusual keys, and all kinds of damage."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def segments(path):
 
 @pytest.fixture
 def stored(tmp_path):
-    """Two runs with all kinds of columns."""
+    """Write two runs with all kinds of columns."""
     with Writer(tmp_path) as writer:
         runs = writer.open_runs(["a", "b"])
         for i in range(5):
@@ -88,7 +88,7 @@ def test_polars(stored):
 
 
 def test_duckdb(stored):
-    # Its own reader of Arrow files is an extension to be downloaded; tables of pyarrow it reads as they are.
+    # DuckDB's reader of Arrow files is an extension to download, but it reads pyarrow's tables.
     table = pyarrow.ipc.open_stream(stored).read_all()
     assert table.num_rows == 10
     actual = duckdb.sql(
@@ -165,7 +165,7 @@ def test_hostile_names_of_runs(tmp_path, name):
     assert lox.load(tmp_path, name)["x"].tolist() == [1]
 
 
-def test_files_of_others_are_not_looked_at(tmp_path):
+def test_files_of_others_are_ignored(tmp_path):
     lox.save({"x": 1}, tmp_path)
     (group,) = tmp_path.iterdir()
     (tmp_path / "results").mkdir()
@@ -254,14 +254,14 @@ def test_damage_in_the_middle(tmp_path):
     lox.load(tmp_path).stack()
 
 
-def test_a_writer_that_lives_is_not_repaired(tmp_path):
+def test_files_of_a_living_writer_are_not_repaired(tmp_path):
     with Writer(tmp_path) as writer:
         writer.append(writer.open_run(), {"x": f32(1)})
         writer.flush()
         (segment,) = segments(tmp_path)
         with open(segment, "ab") as file:
             file.write(b"\xff\xff")  # the first bytes of a batch that is being written
-        assert lox.load(tmp_path)["x"].tolist() == [1]  # no warning: it is being written
+        assert lox.load(tmp_path)["x"].tolist() == [1]  # no warning, because it is being written
         with pytest.warns(lox.LoxWarning, match="left alone: its writer seems to be alive"):
             assert lox.store.repair(tmp_path) == {}
         assert lox.store.repair(tmp_path, force=True) == {str(segment): 2}
@@ -287,12 +287,12 @@ def test_damaged_runs(tmp_path):
     runs.write_text(f"{first[:-5]}\n{second}\n{{}}\n[1]\n")
     with pytest.warns(lox.LoxWarning, match="3 damaged files"):
         assert lox.load(tmp_path, jax.random.key(1))["x"].tolist() == [1.5 * i for i in range(40)]
-    runs.write_text(f"{first}\n{second}")  # the last line has no end: it may still be on its way
+    runs.write_text(f"{first}\n{second}")  # the last line is incomplete: it may still be being written
     assert [run.name for run in lox.runs(tmp_path)] == ["0"]
 
 
 def load_everything(path):
-    """All that reading does. Only errors of lox may come out, and no more memory may go in than the file is worth."""
+    """Do everything that reading does. Only lox's errors may be raised, and memory must be bounded by the file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lox.LoxWarning)
         for read in (
@@ -370,7 +370,7 @@ FUZZ = settings(
 @pytest.mark.slow
 @FUZZ
 @given(which=st.integers(0, 3), edits=edits)
-def test_no_damage_hurts(pristine, which, edits):
+def test_damaged_files_never_crash(pristine, which, edits):
     directory = damaged_copy(pristine, which, lambda data: edited(data, edits))
     tracemalloc.start()
     try:
@@ -383,7 +383,7 @@ def test_no_damage_hurts(pristine, which, edits):
 
 @FUZZ
 @given(which=st.integers(0, 3), data=st.binary(max_size=300), framed=st.booleans())
-def test_no_invention_hurts(pristine, which, data, framed):
+def test_invented_files_never_crash(pristine, which, data, framed):
     if framed:
         data = _schema.CONTINUATION + (len(data) + -len(data) % 8).to_bytes(4, "little") + data + bytes(-len(data) % 8)
     directory = damaged_copy(pristine, which, lambda _: data)
@@ -396,8 +396,8 @@ def test_no_invention_hurts(pristine, which, data, framed):
 @pytest.mark.slow
 @settings(FUZZ, max_examples=10 * FUZZ.max_examples)
 @given(edits=edits)
-def test_no_schema_hurts(pristine, edits):
-    """The one part of a segment that has a structure of its own."""
+def test_invented_schemas_never_crash(pristine, edits):
+    """Return the schema, the only part of a segment with a complex structure."""
     message = schema_bytes(segments(pristine)[0].read_bytes())
     try:
         schema = _schema.decode(edited(message[8:], edits))
@@ -406,8 +406,8 @@ def test_no_schema_hurts(pristine, edits):
     _batch.Batches(schema).layout(3)
 
 
-def test_what_is_not_damaged_is_whole(pristine):
-    """The fuzzing starts from something that can be read: it would pass on nonsense too."""
+def test_undamaged_runs_are_complete(pristine):
+    """The fuzzing starts from readable files: on nonsense it would always pass."""
     runs = lox.load(pristine)
     assert list(runs) == ["0", "1", "2"]
     for logs in runs.values():
@@ -438,7 +438,7 @@ def test_a_schema_that_contradicts_itself(tmp_path):
 
 
 def test_a_message_that_repeats_itself():
-    """A thousand entries that are all one table, which has a thousand entries that are all one table."""
+    """A thousand elements are one table with a thousand elements that are one table, and so on."""
     n = 1000
     vtable = struct.pack("<4H", 6, 8, 4, 0)  # at 4: field 0 is at +4
     inner = 24 + 4 * n

@@ -1,4 +1,4 @@
-"""The storeys of lox: imports point downward, and nobody needs a lazy import to break a cycle."""
+"""The storeys of lox: imports point downward, and no lazy import breaks a cycle."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import lox
 
 ROOT = Path(lox.__file__).parent
-# From the ground up. What is not in a package is a face: it may use everything.
+# From the ground up. A module outside of the packages may import everything.
 STOREYS = ["_version", "_errors", "_compat", "_data", "_engine", "_transforms", "store", "loggers"]
 MODULES = {
     ".".join(["lox", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"): path
@@ -20,7 +20,7 @@ def storey(module: str) -> int:
 
 
 def imports(module: str) -> dict[str, bool]:
-    """The modules of lox that one imports, and whether it does so when it is itself imported."""
+    """Return the modules of lox that a module imports, and whether it does so when it is imported itself."""
     imported: dict[str, bool] = {}
 
     def visit(node: ast.AST, at_once: bool) -> None:
@@ -46,8 +46,8 @@ def test_imports_point_downward() -> None:
     assert upward == []
 
 
-def test_no_import_is_put_off_to_break_a_cycle() -> None:
-    """What is imported lazily, to be light, would not close a circle if it were imported at once."""
+def test_no_import_is_lazy_to_break_a_cycle() -> None:
+    """Lazy imports make lox light, but would not close a cycle if they were at the top."""
     graph = {a: set(imports(a)) for a in MODULES}
 
     def reaches(a: str, b: str, seen: set[str]) -> bool:

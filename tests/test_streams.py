@@ -142,7 +142,7 @@ def test_a_loop_that_is_not_differentiated_under_remat() -> None:
 
 
 def test_one_compiled_tap_that_runs_several_times_at_once() -> None:
-    """Each has a buffer of its own: what one has not delivered yet, another must not forget."""
+    """Each call has a buffer of its own, and must not clear the buffers of others."""
     got: list[int] = []
 
     def f(x: Any) -> Any:
@@ -219,7 +219,7 @@ def test_an_error_that_the_function_catches() -> None:
         assert logs["x"].tolist() == [100.0, 101.0, 102.0, 103.0, 104.0, 0.0, 1.0, 2.0, 3.0]
 
 
-def test_an_error_of_the_users_own_is_not_taken_for_an_earlier_one() -> None:
+def test_an_error_of_the_user_is_not_taken_for_an_earlier_one() -> None:
     def h(x: Any) -> Any:
         lox.log({"x": x})
         return x

@@ -122,7 +122,7 @@ def raising(logs: lox.logdict) -> None:
 @pytest.mark.parametrize("jit", [False, True])
 def test_an_exception_in_the_callback_reaches_the_user_as_it_was_raised(jit: bool) -> None:
     f = jax.jit(scanned) if jit else scanned
-    for _ in range(3):  # tapped anew each time, compiled once
+    for _ in range(3):  # tapped again each time, compiled once
         with pytest.raises(KeyError) as info:
             lox.tap(f, raising)(X)
         assert info.value.args == ("no room for", 3.0)
@@ -144,7 +144,7 @@ def test_an_exception_that_is_caught_leaves_nothing_that_failed() -> None:
 
     def f() -> str:
         lox.log({"outer": 1.0, "inner": 5.0})
-        try:  # dispatched before its argument is there: it fails later, as on a GPU
+        try:  # dispatched before its argument is ready, so it fails later, as on a GPU
             lox.tap(inner, fail)(one_slowly())
         except KeyError:
             lox.log({"outer": 2.0})
@@ -267,7 +267,7 @@ class Mine(Exception):
     pass
 
 
-def test_reraise_gives_what_the_callback_has_raised() -> None:
+def test_reraise_raises_what_the_callback_has_raised() -> None:
     error = Mine("the reason\nand more", 3)
 
     def raising(logs: Any) -> None:
@@ -283,7 +283,7 @@ def test_reraise_gives_what_the_callback_has_raised() -> None:
     with pytest.raises(lox.NonFiniteError, match=r"^'c' is inf at step=0"), lox.reraise():
         jax.block_until_ready(jax.jit(lox.watch(lox.spool(scanned, keep_logs=True)))(X * jnp.inf))
     with pytest.raises(Mine), lox.reraise():
-        lox.tap(scanned, raising)(X)  # which raises it by itself
+        lox.tap(scanned, raising)(X)  # raises it by itself
 
 
 def test_reraise_leaves_everything_else_as_it_is() -> None:
@@ -295,7 +295,7 @@ def test_reraise_leaves_everything_else_as_it_is() -> None:
         assert caught.value is error
 
 
-def test_reraise_on_several_threads_and_one_inside_the_other() -> None:
+def test_reraise_on_several_threads_and_nested() -> None:
     def caught_by(number: int) -> Any:
         error = Mine(f"number {number}")
 
@@ -334,11 +334,11 @@ def test_errors_that_nobody_finds_do_not_fill_the_memory() -> None:
         with pytest.raises(Mine), lox.reraise():
             jax.block_until_ready(f(X))
             jax.effects_barrier()
-    assert set(_emit._raised) < kept  # each is let go of once it is found
+    assert set(_emit._raised) < kept  # each is released once it is found
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_a_lane_in_which_an_event_did_not_happen_has_no_such_key(jit: bool) -> None:
+def test_a_lane_without_an_event_does_not_have_its_key(jit: bool) -> None:
     def f(n: Any) -> Any:
         lox.log({"m": n})
         return jax.lax.cond(n > 0, lambda: (lox.log({"n": n}, step=10 * n), 0)[1], lambda: 0)
@@ -350,11 +350,11 @@ def test_a_lane_in_which_an_event_did_not_happen_has_no_such_key(jit: bool) -> N
     assert [dict(sometimes.lane(i)) for i in range(3)] == [{}, {"n": 1}, {"n": 2}]
     assert [dict(sometimes.lane(i).steps.get("step", {})) for i in range(3)] == [{}, {"n": 10}, {"n": 20}]
     assert all(not sometimes.lane(i).valid for i in range(3))
-    # What is reduced has a value even over no events, as it has outside of vmap.
+    # A reduction has a value even over no events, as outside of vmap.
     _, logs = lox.spool(jax.vmap(f), argnames="n", reduce="sum")(jnp.arange(3))
     assert [dict(logs.lane(i)) for i in range(3)] == [{"n": 0}, {"n": 1}, {"n": 2}]
     assert [dict(logs.lane(i).valid) for i in range(3)] == [{"n": False}, {}, {}]
-    # Several events have an axis, of no length where none of them happened.
+    # Several events have an axis, of length zero where none is valid.
     events.clear()
     lox.tap(jax.vmap(f), events.append, argnames="n", buffer=2)(jnp.arange(3))
     assert [events[0].lane(i)["n"].tolist() for i in range(3)] == [[], [1], [2]]

@@ -1,4 +1,4 @@
-"""`TensorBoardLogger` beyond the contract: the bytes it writes, and what TensorBoard's own reader finds in them."""
+"""`TensorBoardLogger` beyond the contract: its bytes, and what TensorBoard's own reader finds in them."""
 
 import importlib.util
 import io
@@ -21,7 +21,7 @@ needs_tensorboard = pytest.mark.skipif(not importlib.util.find_spec("tensorboard
 
 
 def read(folder):
-    """What TensorBoard sees in the folder of a run."""
+    """Read the folder of a run with TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     everything = {"scalars": 0, "histograms": 0, "images": 0, "tensors": 0}
@@ -36,7 +36,7 @@ def scalars(actual, tag):
 
 
 def bit_by_bit(data):
-    """CRC-32C as its definition goes."""
+    """Compute CRC-32C by its definition."""
     register = 0xFFFFFFFF
     for byte in data:
         register ^= byte
@@ -52,7 +52,7 @@ def test_checksum(length):
     assert _tfevents.crc32c(data) == bit_by_bit(data)
 
 
-def test_many_records_are_as_one_by_one():
+def test_many_records_equal_single_ones():
     """Each row of an array of records is a valid record, whatever the sizes of steps and tags."""
     values = np.array([0.0, -1.5, np.nan, np.inf, 1e-45], np.float32)
     for tag in ("x", "ünïcode/" + 200 * "long"):
@@ -159,7 +159,7 @@ def test_lanes_inside_a_run(tmp_path):
 
 
 @needs_tensorboard
-def test_which_step_counts(tmp_path):
+def test_which_step_is_used(tmp_path):
     with TensorBoardLogger(tmp_path, step="frame") as logger:
         state = logger.init(jax.random.key(0))
         logger.log(state, {"a": 1.0}, step=3, frame=30)
@@ -172,7 +172,7 @@ def test_which_step_counts(tmp_path):
     assert {tag: scalars(actual, tag) for tag in actual.Tags()["scalars"]} == {
         "a": [(30, 1.0)],
         "step": [(30, 3.0)],
-        "b": [(5, 1.0), (6, 2.0)],  # no integer: the one after the last
+        "b": [(5, 1.0), (6, 2.0)],  # not an integer, so one more than the last
         "epoch": [(6, np.float32(5.7))],
         "c": [(0, 1.0), (1, 2.0)],
         "step [key]": [(2, 7.0)],
@@ -189,7 +189,7 @@ def test_large_arrays_are_not_guessed_at(tmp_path):
             lox.LogTypeError, match=r"'x': it is an array of float64 with shape \(40, 40\).*64 elements"
         ):
             logger.close()
-    assert read(tmp_path / "0").Tags()["scalars"] == ["y"]  # the others are not concerned
+    assert read(tmp_path / "0").Tags()["scalars"] == ["y"]  # other keys are not affected
     with TensorBoardLogger(tmp_path, arrays="histogram") as logger:
         logger.log(logger.init(jax.random.key(1)), {"x": np.arange(100), "y": 1.0})
     value = read(tmp_path / "1").Histograms("x")[0].histogram_value

@@ -94,7 +94,7 @@ def test_restored_after_an_exception(capsys):
     assert texts(events) == ["{'x': 1}"]
 
 
-def test_the_sink_before_comes_back():
+def test_the_previous_sink_is_restored():
     mine = []
     lox.config.sink = mine.append
     with lox.testing.capture() as events:

@@ -64,7 +64,7 @@ STRANGE += [
 @given(
     st.text() | st.from_regex("(_|x|5|b|\\[|inf|nonfinite)*", fullmatch=True), st.sampled_from(["", "/", r"^\w/.\- "])
 )
-def test_names_can_be_read_again(name, bad):
+def test_names_can_be_unescaped(name, bad):
     for mark in (False, True):
         assert unescape(escape(name, bad, mark)) == name
         assert unescape(escape(name, bad, mark) + "_x_") == name
@@ -174,7 +174,7 @@ def test_steps(make, read, tmp_path):
 
 
 @trackers
-def test_another_step_may_count(make, read, tmp_path):
+def test_another_step_may_be_used(make, read, tmp_path):
     with make(tmp_path, step="epoch") as logger:
         logger.log(logger.init(PRNG_KEY), {"a": 1.0}, step=5, epoch=2)
     assert read(logger)["7"]["a"] == [({"step": 2}, 1.0)]
@@ -222,7 +222,7 @@ def test_large_arrays_are_refused_and_the_rest_is_written(make, read, tmp_path):
 
 
 @trackers
-def test_steps_that_are_missing_or_no_integers(make, read, tmp_path):
+def test_steps_that_are_missing_or_not_integers(make, read, tmp_path):
     def at_time(t):
         return lox.spool(lambda: lox.log({"x": t}, t=t))()[1]
 
@@ -230,8 +230,8 @@ def test_steps_that_are_missing_or_no_integers(make, read, tmp_path):
     with make(tmp_path) as logger:
         state = logger.init(PRNG_KEY)
         logger.log(state, joined)
-        logger.log(state, {"x": 2.0}, t=2.0)  # once counted, always counted: two kinds of steps make no curve
-        logger.log(state, {"y": 1.0}, step=10.0)  # a float, but an integer
+        logger.log(state, {"x": 2.0}, t=2.0)  # once counted, always counted: a curve has one kind of steps
+        logger.log(state, {"y": 1.0}, step=10.0)  # a float that is an integer
         logger.log(state, {"y": 2.0})
         logger.log(state, {"y": 3.0}, step=20)
     assert read(logger)["7"] == {
@@ -256,7 +256,7 @@ def test_the_same_step_name_twice_with_other_numbers(make, read, tmp_path):
 
 @trackers
 @pytest.mark.parametrize("how", ["tap", "spool"])
-def test_other_steps_are_told_once(make, read, tmp_path, how):
+def test_other_steps_are_sent_once(make, read, tmp_path, how):
     def f():
         def step(_, i):
             lox.log({"a": 1.0}, step=i, epoch=9)
@@ -272,7 +272,7 @@ def test_other_steps_are_told_once(make, read, tmp_path, how):
 
 @trackers
 def test_a_step_of_minus_one(make, read, tmp_path):
-    """An evaluation before the training, not a step that is missing."""
+    """It is an evaluation before the training, not a missing step."""
     with make(tmp_path) as logger:
         state = logger.init(PRNG_KEY)
         for step in (-2, -1, 0):
@@ -281,7 +281,7 @@ def test_a_step_of_minus_one(make, read, tmp_path):
 
 
 @trackers
-def test_a_step_that_is_no_integer_concerns_its_own_run_only(make, read, tmp_path):
+def test_a_step_that_is_not_an_integer_affects_its_run_only(make, read, tmp_path):
     with make(tmp_path) as logger:
         one, two = (logger.init(jax.random.key(n)) for n in (7, 8))
         for step in (10.0, 20.0, 20.5, 30.0):
@@ -337,7 +337,7 @@ def test_lanes_inside_a_run_have_steps_of_their_own(make, read, tmp_path, how):
 
 
 @trackers
-def test_a_bad_key_does_not_take_others_along(make, read, tmp_path):
+def test_a_bad_key_does_not_affect_others(make, read, tmp_path):
     with pytest.warns(lox.LoxWarning, match="cannot show 'empty'"):
         logger = make(tmp_path)
         logger.log(logger.init(PRNG_KEY), {"a": 1.0, "empty": np.zeros((0, 2)), "b": 2.0}, step=0)
@@ -360,7 +360,7 @@ def test_numbers_of_64_bits(make, read, tmp_path):
     assert read(logger)["7"] == {"x": [({"step": 2**40}, 1.0)]}
 
 
-def test_a_float_in_a_config_is_as_short_as_it_was():
+def test_a_float_in_a_config_stays_short():
     with logger_cases.Recorder() as logger:
         jax.jit(lambda lr: logger.init(PRNG_KEY, {"lr": lr}))(jnp.float32(0.01))
         assert [run.config for run in logger.runs] == [{"lr": 0.01}]
@@ -581,7 +581,7 @@ def test_trackio_pictures_that_cannot_be_saved(tmp_path, monkeypatch):
     logger = make_trackio(tmp_path)
     state = logger.init(PRNG_KEY)
     monkeypatch.setattr(PIL.Image.Image, "save", refuse)
-    for step in range(2):  # each time, and not only with a warning
+    for step in range(2):  # each time, and not only as a warning
         with pytest.warns(lox.LoxWarning, match="no space left"):
             logger.log(state, {"frame": lox.Image(np.zeros((2, 2)))}, step=step)
             with pytest.raises(OSError, match="no space left"):
@@ -730,8 +730,8 @@ def test_neptune_runs_that_fail_and_names_that_are_too_long(tmp_path):
     not (logger_cases.HAS_NEPTUNE and logger_cases.HAS_MLFLOW and logger_cases.HAS_TRACKIO and logger_cases.HAS_WANDB),
     reason="not all clients are installed",
 )
-def test_what_nobody_closed_is_written_at_exit(tmp_path):
-    """The clients end their runs at exit too, and must not be first."""
+def test_open_runs_are_written_at_exit(tmp_path):
+    """The clients end their runs at exit too, but lox must come first."""
     script = f"""
 import jax, jax.numpy as jnp, lox, lox.neptune, lox.wandb, time
 from lox.loggers import MLflowLogger, NeptuneLogger, TrackioLogger, WandbLogger
@@ -772,8 +772,8 @@ lox.wandb.log(runs[1], {{"a": 3}}, step=4)
 # --- without the clients ---
 
 
-def test_what_to_install_is_said_at_first_use():
-    """In a process of its own, in which none of the clients can be found."""
+def test_the_first_use_says_what_to_install():
+    """In a process of its own, without any of the clients."""
     script = """
 import sys
 for name in ("neptune", "mlflow", "sqlalchemy", "trackio", "wandb"):
@@ -824,7 +824,7 @@ def test_neptune_example(example, neptune_folder):
     example("neptune_ppo").main()
     runs = read_neptune(neptune_folder)
     for run in runs.values():
-        run["train/frames"] = run.pop("frames")  # a step, and so without the prefix
+        run["train/frames"] = run.pop("frames")  # a step, so without the prefix
     check_ppo(runs, "train/")
 
 

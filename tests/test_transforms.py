@@ -192,7 +192,7 @@ def test_vmap_with_other_axes_names_and_sizes() -> None:
     assert float(logs["v"]) == 6.0
 
 
-def test_vmapped_branches_that_log_alike_have_no_mask() -> None:
+def test_vmapped_branches_that_log_alike_have_no_valid() -> None:
     logs = jax.jit(lox.spool(jax.vmap(branched)))(jnp.array([1.0, -2.0]))[1]
     assert logs.valid == {}
     assert logs["b"].tolist() == [1.0, 2.0]
@@ -683,7 +683,7 @@ def test_explicit_sharding() -> None:
     np.testing.assert_allclose(mean, np.asarray(stacked).mean(0), rtol=1e-6)
 
 
-# --- what JAX evaluates, optimizes or offloads in ways of its own ----------------------------------
+# --- what JAX evaluates, optimizes or offloads in special ways -------------------------------------
 
 
 def _optimized() -> Any:
@@ -716,7 +716,7 @@ def test_a_forward_rule_with_optimize_remat(jit: bool) -> None:
     _, logs = lox.spool(jax.vmap(grad))(jnp.arange(2.0))
     same(logs, {"fwd": f32([0, 1]), "bwd": f32([0, 1])})
     assert lox.spool(lox.nolog(grad))(3.0) == (2.0, {})
-    # Without the backward pass it is still the rule that runs, even if JAX could do with the function.
+    # Without a backward pass the rule is still called, although JAX could call the function.
     forward = lambda x: jax.vjp(f, x)[0]  # noqa: E731
     out, logs = lox.spool(jax.jit(forward) if jit else forward)(3.0)
     assert out == 6.0
@@ -726,7 +726,7 @@ def test_a_forward_rule_with_optimize_remat(jit: bool) -> None:
 
 
 def test_eager_remat_asks_for_no_more_than_jax() -> None:
-    double_p = jax.extend.core.Primitive("double")  # it has no lowering: nothing that contains it can be compiled
+    double_p = jax.extend.core.Primitive("double")  # it has no lowering, so nothing that contains it can be compiled
     double_p.def_impl(lambda x: 2 * jnp.asarray(x))
     double_p.def_abstract_eval(lambda x: x)
 
@@ -790,7 +790,7 @@ def test_jet(jit: bool, capsys: Any) -> None:
 
 
 @pytest.mark.slow
-def test_jet_is_not_imported_for_those_who_do_not_use_it() -> None:
+def test_jet_is_imported_only_when_used() -> None:
     code = "import sys, lox; lox.log({'x': 1}); assert 'jax.experimental.jet' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -836,7 +836,7 @@ def hidden(w: Any, x: Any) -> Any:
 
 
 def trained_and_evaluated(w: Any, scoped: bool = False) -> Any:
-    """As with Equinox: the model is a function of one example, mapped over a batch of 4, and over 6 to evaluate it."""
+    """As with Equinox: the model is a function of one example, mapped over 4 to train and over 6 to evaluate."""
 
     def loss(w: Any) -> Any:
         return (jax.vmap(lambda x: hidden(w, x))(jnp.arange(4.0)) ** 2).mean()
@@ -853,7 +853,7 @@ def trained_and_evaluated(w: Any, scoped: bool = False) -> Any:
 
 
 def unrolled_in_environments(w: Any, scoped: bool = False) -> Any:
-    """As with Brax: environments are stepped together inside a loop, more of them to evaluate the policy."""
+    """As with Brax: environments are stepped together inside a loop, and more of them to evaluate the policy."""
 
     def unroll(count: int, length: int) -> Any:
         def step(state: Any, _: Any) -> Any:

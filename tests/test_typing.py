@@ -19,12 +19,12 @@ def pyright(path: Path) -> str:
 
 
 def test_examples(tmp_path: Path) -> None:
-    # Copied, so that lox is what is installed, as it is for users, and not the folder beside the tests.
+    # Copied, so that lox is the installed package, as for users, and not the folder next to the tests.
     shutil.copy(EXAMPLES, tmp_path)
     assert pyright(tmp_path / EXAMPLES.name) == "0 errors, 0 warnings, 0 informations\n"
 
 
-def test_an_error_that_is_not_found_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_error_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
     lines = ("# pyright: reportUnnecessaryTypeIgnoreComment=true", "import lox", "def f(x: int) -> int: ...", "")
     path.write_text("\n".join([*lines, "lox.spool(f)(1)  # pyright: ignore[reportArgumentType]"]))

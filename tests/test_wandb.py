@@ -28,7 +28,7 @@ PRNG_KEYS = jax.vmap(jax.random.key)(jnp.array([7, 8, 9]))
 
 @pytest.fixture
 def offline(tmp_path):
-    """Arguments, since the client reads its variables only once in a process."""
+    """Return arguments, because the client reads its environment variables once per process."""
     quietly = {"silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
     return {"mode": "offline", "dir": str(tmp_path), "project": "p", "settings": quietly}
 
@@ -95,7 +95,7 @@ def test_eagerly(tmp_path, offline):
 # --- steps ---
 
 
-def test_steps_that_rise_are_those_of_wandb(tmp_path, offline):
+def test_increasing_steps_are_those_of_wandb(tmp_path, offline):
     with WandbLogger(**offline) as logger:
         state = logger.init(jax.random.key(0))
         logger.log(state, {"a": 1.0}, step=5)
@@ -145,7 +145,7 @@ def test_other_steps_are_axes_of_their_own(tmp_path, offline):
     file = wandb_file.read_all(tmp_path)["0"]
     assert file.metrics["win\\.rate"] == "episode"
     assert rows_of(file, "_step", "episode", "win.rate")[:2] == [(0, 100, 0.5), (1, 50, 0.75)]
-    # A key may be called like a step, or like a column of W&B's own.
+    # A key may have the name of a step or of one of W&B's own columns.
     assert rows_of(file, "_step", "step", "step [key]", "_step [key]")[2:] == [(4, 4, 1.0, 2.0)]
 
 
@@ -301,13 +301,11 @@ def test_huge_and_negative_steps(tmp_path, offline):
     assert wandb_file.read_all(tmp_path)["0"].events("step")["a"] == [({"step": s}, n) for n, s in enumerate(steps)]
 
 
-def test_runs_of_the_user_beside(tmp_path, offline):
+def test_runs_of_the_user_are_separate(tmp_path, offline):
     with WandbLogger(**offline) as logger:
         state = logger.init(jax.random.key(0))
         settings = wandb.Settings(**offline["settings"])
-        run = wandb.init(
-            **offline | {"settings": settings}, name="mine"
-        )  # which returns a run that is there, if it can
+        run = wandb.init(**offline | {"settings": settings}, name="mine")  # returns an open run if it can
         for step in range(4):
             logger.log(state, {"a": step}, step=step)
             logger.flush()
@@ -328,7 +326,7 @@ def test_runs_that_fail(tmp_path, offline):
 
 
 def test_first_use_from_several_threads(tmp_path, monkeypatch, offline):
-    runs = SingleRuns(lox.wandb._Runs)  # of which `lox.wandb` is made
+    runs = SingleRuns(lox.wandb._Runs)  # the functions of `lox.wandb`
     monkeypatch.setenv("WANDB_RUN_ID", "sweep")  # as `wandb agent` sets it
     start = threading.Barrier(3)
 
@@ -362,7 +360,7 @@ def test_settings_and_ids(tmp_path, offline):
 
 
 def test_example(tmp_path):
-    """As users run it, with the variables that they know."""
+    """As users start it, with W&B's environment variables."""
     variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_GROUP": "not this one", "WANDB_NOTES": "n"}
     environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path), "WANDB_SILENT": "true"}
     environment.pop("JAX_NUMPY_DTYPE_PROMOTION", None)

@@ -40,7 +40,7 @@ def _quiet() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
-def test_it_stops_at_the_first(name: str) -> None:
+def test_it_stops_at_the_first_nan(name: str) -> None:
     for _ in range(2):
         with pytest.raises(lox.NonFiniteError) as info:
             FORMS[name](jnp.float32(9.0))
@@ -54,7 +54,7 @@ def test_it_stops_at_the_first(name: str) -> None:
     assert np.isfinite(FORMS[name](jnp.float32(0.5)))  # the process goes on
 
 
-def test_it_tells_the_lane() -> None:
+def test_it_names_the_lane() -> None:
     xs = jnp.array([0.5, 2.0, 9.0])
     for f in (lox.watch(jax.vmap(squares)), jax.vmap(lox.watch(squares))):
         with pytest.raises(lox.NonFiniteError, match=r"^'x' is inf at step=5 in lane 2\."):
@@ -90,7 +90,7 @@ def test_arrays_and_pytrees() -> None:
     lox.watch(lambda: lox.log({"i": 3, "k": jax.random.key(0)}))()
 
 
-def test_only_what_is_selected_and_what_happened() -> None:
+def test_only_selected_and_valid_values() -> None:
     def f(x: Any) -> Any:
         lox.log({"a": x})
         lox.log({"b": x}, where=x > 0, tags="t")
@@ -102,18 +102,18 @@ def test_only_what_is_selected_and_what_happened() -> None:
         lox.watch(f, tags="t")(jnp.inf)
     with pytest.raises(lox.NonFiniteError, match="'c' is inf"):
         lox.watch(f, argnames="c")(jnp.inf)
-    # Lanes disagree: only the one that took the branch.
+    # Lanes disagree, so only the one that took the branch reports.
     with pytest.raises(lox.NonFiniteError, match="'c' is inf in lane 1"):
         lox.watch(jax.vmap(f), argnames="c")(jnp.array([-jnp.inf, jnp.inf]))
 
 
-def test_the_host_is_not_called_before() -> None:
+def test_the_host_is_not_called_without_a_nan() -> None:
     text = jax.jit(lox.nolog(lox.watch(squares))).lower(1.0).as_text()
     before, _, inside = text.partition("stablehlo.case")
     assert "callback" not in before and "callback" in inside
 
 
-def test_logs_flow_on_as_if_nothing_were_around() -> None:
+def test_logs_flow_on_unchanged() -> None:
     _, logs = lox.spool(lox.watch(squares))(1.0)
     assert len(logs["x"]) == 100
     with lox.testing.capture() as events:

@@ -1,7 +1,7 @@
 # pyright: reportUnnecessaryTypeIgnoreComment=true
-"""What a type checker knows about transformed functions. It is checked and never run: see test_typing.py.
+"""What a type checker knows about transformed functions. Checked and never executed: see test_typing.py.
 
-A line that must be an error says which; if it is none, the needless comment is the error.
+A line that must be an error says which one; if it is not, the unnecessary comment is an error.
 """
 
 import functools
@@ -86,7 +86,7 @@ def spool(x: jax.Array, model: Model) -> None:
 
 
 def jax_transformations(x: jax.Array) -> None:
-    # To type checkers, jax.jit gives a callable of anything: no error is found, and none invented.
+    # To type checkers, jax.jit returns a callable of anything: no error is found, and none is invented.
     jitted = lox.spool(jax.jit(loss))(x, 1.0)
     assert_type(jitted[1], lox.logdict)
     assert_type(lox.spool(jax.grad(loss))(x, 1.0)[1], lox.logdict)

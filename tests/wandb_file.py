@@ -1,4 +1,4 @@
-"""Reads what W&B writes offline: a LevelDB log of protocol buffers, `offline-run-*/run-*.wandb`."""
+"""Reads W&B's offline files: a LevelDB log of protocol buffers, `offline-run-*/run-*.wandb`."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ class WandbFile:
     exit_code: int | None = None
 
     def events(self, *steps):
-        """By key, the steps and the value of each event."""
+        """Return steps and value of each event, by key."""
         events = {}
         for row in self.rows:
             mine = {name: value for name, value in row.items() if name in steps}
@@ -34,7 +34,7 @@ class WandbFile:
 
 
 def read_all(path):
-    """All runs in a folder, by name. They must be finished: W&B's own process may take a moment to write that down."""
+    """Read all runs in a folder, by name. Waits until they are finished, because W&B's own process writes that."""
     files = []
 
     def are_finished():
