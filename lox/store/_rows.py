@@ -235,7 +235,7 @@ class _Plan:
         outer = {np.ndim(x) - n for x, n in zip(arrays.leaves, layout.ndims, strict=True)} or {0}
         if len(outer) != 1 or min(outer) < 0:
             raise _errors.LoxError(
-                f"the arrays of {self.key!r} have lost axes since they were logged: they cannot be taken for events."
+                f"the arrays of {self.key!r} have lost axes since they were logged, so they no longer hold its events."
             )
         front = outer.pop()
         flags = dict(layout.step_flags)
