@@ -93,7 +93,7 @@ def curve(values, width=20):
 
 
 def return_logs(prng_keys):
-    title("spool: the logs come back beside the result")
+    title("spool: the logs come back with the result")
     params, logs = jax.jit(lox.spool(train_all))(prng_keys)
     for key in logs:
         print(f"{key:<14} {logs[key].shape[0]:>5} events × {logs[key].shape[1]} seeds")

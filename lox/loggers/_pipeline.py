@@ -153,7 +153,7 @@ class Pipeline:
         return []
 
     def end(self, valid: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
-        """End runs once everything queued for them is written; the number -1 is no run."""
+        """End runs once everything queued for them is written; -1 stands for none."""
         del eager
         (ids,) = operands
         index = tuple(slice(None) if flag else None for flag in ids.flags)

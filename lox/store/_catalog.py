@@ -31,15 +31,15 @@ class Record:
 class Catalog:
     """The runs of a directory; `refresh` looks for new ones."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.groups: dict[str, Group] = {}
         self.records: dict[str, Record] = {}
 
     def refresh(self) -> None:
         """Read what is new in the directory."""
-        ids = _group.groups_in(self.path)
-        self.groups = {id_: self.groups.get(id_) or Group(self.path / id_) for id_ in ids}
+        ids = _group.groups_in(self.folder)
+        self.groups = {id_: self.groups.get(id_) or Group(self.folder / id_) for id_ in ids}
         for group in self.groups.values():
             group.read_runs()
         entries = [entry for group in self.groups.values() for entry in group.entries]
@@ -94,7 +94,7 @@ def choose_names(catalog: Catalog, bases: list[str], mode: str) -> list[tuple[st
     for base in bases:
         if mode == "error" and base in newest:
             raise _errors.RunExistsError(
-                f"the run {newest[base]!r} is already in {str(catalog.path)!r}.\n"
+                f"the run {newest[base]!r} is already in {str(catalog.folder)!r}.\n"
                 'Use another PRNG key or directory, or one of mode="new", "append" and "overwrite".'
             )
         run_mode = "new" if base in chosen else mode

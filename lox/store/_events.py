@@ -91,7 +91,7 @@ class _Rows:
         schema: Schema = segment.schema
         self.schema = schema
         self.of_key = {key.name: key for key in schema.keys if key.name in keys}
-        self.site = Site(f"{segment.path.parent.name}/{segment.path.name}")
+        self.site = Site(f"{segment.file.parent.name}/{segment.file.name}")
         self.trees: dict[str, tuple[list[Column], Any, tuple[str | None, ...]]] = {}
         for key in self.of_key.values():
             # Nodes that come back as dicts are flattened in another order.

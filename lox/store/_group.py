@@ -115,18 +115,18 @@ def plain(value: Any) -> Any:
 # --- writing ---
 
 
-def create(path: Path) -> Path:
-    """Create the directory of a new group in `path`, and `path` if necessary."""
+def create(folder: Path) -> Path:
+    """Create the directory of a new group in `folder`, and `folder` if necessary."""
     now = datetime.datetime.now(datetime.UTC)
     while True:
-        group = path / f"{now:%Y%m%dT%H%M%S-%f}-{secrets.token_hex(4)}"
+        group = folder / f"{now:%Y%m%dT%H%M%S-%f}-{secrets.token_hex(4)}"
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             group.mkdir()
         except FileExistsError:
-            if path.is_dir():
+            if folder.is_dir():
                 continue
-            raise _errors.StoreError(f"{str(path)!r} is a file: choose a directory.") from None
+            raise _errors.StoreError(f"{str(folder)!r} is a file: choose a directory.") from None
         except OSError as error:
             raise _errors.cannot_write(group, error, WAY_OUT) from error
         return group
@@ -168,8 +168,8 @@ def write_meta(group: Path, created: float, process: int, status: str, config: A
 class Group:
     """What is known of a group on disk; `read_runs` and `scan` look for new runs and events."""
 
-    def __init__(self, path: Path):
-        self.path, self.id = path, path.name
+    def __init__(self, folder: Path):
+        self.folder, self.id = folder, folder.name
         self.entries: list[Entry] = []
         self.segments: dict[tuple[int, int], SegmentReader] = {}
         self.problems: list[str] = []
@@ -177,7 +177,7 @@ class Group:
 
     def meta(self) -> dict[str, Any] | None:
         """Read meta.json; return None if there is none, and raise an error if it is not lox's."""
-        file = self.path / META
+        file = self.folder / META
         try:
             text = file.read_bytes()
         except FileNotFoundError:
@@ -190,18 +190,18 @@ class Group:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise _errors.StoreError(
                 f"{str(file)!r} is damaged: it is not what lox writes there.\n"
-                "Delete that one file to load the runs beside it without their configuration."
+                "Delete that one file to load the runs next to it without their configuration."
             ) from None
         if written_as != FORMAT:
             raise _errors.StoreError(
-                f"{str(file)!r} says that the runs beside it are of format {written_as!r}; "
+                f"{str(file)!r} says that the runs next to it are of format {written_as!r}; "
                 f"this lox reads {FORMAT!r}.\nInstall the version of lox that wrote them."
             )
         return meta
 
     def read_runs(self) -> None:
         """Read the lines of runs.jsonl that are new."""
-        file = self.path / RUNS
+        file = self.folder / RUNS
         try:
             size = file.stat().st_size - self._runs_read
             if size <= 0:
@@ -229,15 +229,15 @@ class Group:
     def scan(self) -> None:
         """Find new segments, and new batches in them."""
         try:
-            names = os.listdir(self.path)
+            names = os.listdir(self.folder)
         except FileNotFoundError:
             return
         except OSError as error:
-            raise _errors.cannot_read(self.path, error) from error
+            raise _errors.cannot_read(self.folder, error) from error
         for name in names:
             match = SEGMENT.fullmatch(name)
             if match:
-                self.segments.setdefault((int(match[1]), int(match[2])), SegmentReader(self.path / name))
+                self.segments.setdefault((int(match[1]), int(match[2])), SegmentReader(self.folder / name))
         self.segments = dict(sorted(self.segments.items()))
         for number in list(self.segments):
             try:
@@ -254,32 +254,32 @@ class Group:
             return time.time() - self._last_change() < _RECENT
         pid = meta.get("pid")
         if pid == os.getpid():
-            return _open.is_open(self.path)
+            return _open.is_open(self.folder)
         return isinstance(pid, int) and pid > 0 and _is_running(pid)
 
     def _last_change(self) -> float:
         try:
-            return max((entry.stat().st_mtime for entry in os.scandir(self.path)), default=0.0)
+            return max((entry.stat().st_mtime for entry in os.scandir(self.folder)), default=0.0)
         except OSError:
             return 0.0
 
     def delete(self) -> None:
         """Delete what lox wrote here, and the directory if nothing else is in it."""
-        if self.path.is_symlink():
+        if self.folder.is_symlink():
             return  # lox makes no links: what it points to is not lox's
         try:
             # RUNS and META go last, so that an interrupted deletion can be told from damage.
-            names = os.listdir(self.path)
+            names = os.listdir(self.folder)
             segments = [name for name in names if SEGMENT.fullmatch(name) or _LEFTOVER.fullmatch(name)]
-            media = [f"media/{name}" for name in _list(self.path / "media") if _MEDIA.fullmatch(name)]
+            media = [f"media/{name}" for name in _list(self.folder / "media") if _MEDIA.fullmatch(name)]
             for name in [*segments, *media, RUNS, META]:
                 with contextlib.suppress(FileNotFoundError):
-                    (self.path / name).unlink()
-            for directory in (self.path / "media", self.path):
+                    (self.folder / name).unlink()
+            for directory in (self.folder / "media", self.folder):
                 if directory.is_dir() and not os.listdir(directory):
                     directory.rmdir()
         except OSError as error:
-            raise _errors.cannot_write(self.path, error, WAY_OUT) from error
+            raise _errors.cannot_write(self.folder, error, WAY_OUT) from error
 
 
 def _parse_lines(text: bytes) -> list[Any]:
@@ -314,11 +314,11 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def groups_in(path: Path) -> list[str]:
+def groups_in(folder: Path) -> list[str]:
     """Return the ids of the groups in a directory, oldest first."""
     try:
-        return sorted(name for name in os.listdir(path) if GROUP_ID.fullmatch(name))
+        return sorted(name for name in os.listdir(folder) if GROUP_ID.fullmatch(name))
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise _errors.cannot_read(path, error) from error
+        raise _errors.cannot_read(folder, error) from error

@@ -13,7 +13,7 @@ from lox._data import _sites
 
 
 class _Writing(NamedTuple):
-    path: Path
+    folder: Path
     flush: Any  # both are weak references to methods
     close: Any
     pid: int
@@ -29,11 +29,11 @@ _lock = threading.RLock()
 _writing: list[_Writing] = []
 
 
-def register(path: Path, flush: Callable[[], Any], close: Callable[[], Any]) -> None:
-    """Call `flush` before this process reads `path`, and `close` at exit, if the object of these methods is alive."""
+def register(folder: Path, flush: Callable[[], Any], close: Callable[[], Any]) -> None:
+    """Call `flush` before this process reads `folder`, and `close` at exit, if the object of these methods is alive."""
     with _lock:
         _writing[:] = [w for w in _writing if w.flush() is not None]
-        _writing.append(_Writing(path.resolve(), weakref.WeakMethod(flush), weakref.WeakMethod(close), os.getpid()))
+        _writing.append(_Writing(folder.resolve(), weakref.WeakMethod(flush), weakref.WeakMethod(close), os.getpid()))
 
 
 def unregister(flush: Callable[[], Any]) -> None:
@@ -42,11 +42,11 @@ def unregister(flush: Callable[[], Any]) -> None:
         _writing[:] = [w for w in _writing if w.flush() not in (None, flush)]
 
 
-def flush(path: Path) -> None:
-    """Write everything that was logged to `path`. A failure is a warning, and does not prevent reading."""
-    path = path.resolve()
+def flush(folder: Path) -> None:
+    """Write everything that was logged to `folder`. A failure is a warning, and does not prevent reading."""
+    folder = folder.resolve()
     with _lock:
-        methods = [w.flush() for w in _writing if w.path == path and w.is_ours]
+        methods = [w.flush() for w in _writing if w.folder == folder and w.is_ours]
     # The newest first: a logger is made after the writer that it writes to.
     for method in reversed(methods):
         if method is None:

@@ -151,7 +151,7 @@ class Reader:
     def skipped(self) -> dict[str, int]:
         """Return the files that end with bytes that cannot be read, or not yet, and the number of these bytes."""
         segments = [s for group in self._catalog.groups.values() for s in group.segments.values()]
-        return {str(segment.path): segment.leftover for segment in segments if segment.leftover}
+        return {str(segment.file): segment.leftover for segment in segments if segment.leftover}
 
     def poll(self, argnames: str | Iterable[str] | None = None) -> dict[str, logdict]:
         """Return the events since the last poll, for each run that has some.
@@ -251,7 +251,7 @@ class Reader:
             for segment in group.segments.values():
                 if segment.leftover and not (segment.damage is None and group.is_alive()):
                     what = segment.damage or "the last batch is incomplete"
-                    problems.append(f"{str(segment.path)!r}: {segment.leftover} bytes at its end ({what})")
+                    problems.append(f"{str(segment.file)!r}: {segment.leftover} bytes at its end ({what})")
         problems = [p for p in problems if p not in self._warned]
         self._warned.update(problems)
         if problems:

@@ -38,13 +38,13 @@ def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, in
         broken = [s for s in group.segments.values() if s.leftover or s.schema is None]
         if broken and not force and group.is_alive():
             _sites.warn(
-                f"{str(group.path)!r} was left alone: its writer seems to be alive. "
+                f"{str(group.folder)!r} was left alone: its writer seems to be alive. "
                 "Close it first, or use `force=True` if it is dead."
             )
             continue
         for segment in broken:
-            repaired[str(segment.path)] = segment.leftover
-            _cut(segment.path, segment.end, segment.damage is not None, segment.schema is None)
+            repaired[str(segment.file)] = segment.leftover
+            _cut(segment.file, segment.end, segment.damage is not None, segment.schema is None)
     return repaired
 
 

@@ -28,15 +28,15 @@ WAY_OUT = "Free some space or make the directory writable, then flush again: wha
 class SegmentWriter:
     """Appends record batches to a new file. A failed write closes it: go on in another one."""
 
-    def __init__(self, path: Path, batches: Batches):
-        self.path, self.batches = path, batches
+    def __init__(self, file: Path, batches: Batches):
+        self.file, self.batches = file, batches
         self.size = 0  # up to the end of the last complete batch
         self._preamble: bytes | None = _schema.encode(batches.schema)
         try:
             # O_EXCL: never write to a file of another process.
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+            self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         except OSError as error:
-            raise _errors.cannot_write(path, error, WAY_OUT) from error
+            raise _errors.cannot_write(file, error, WAY_OUT) from error
 
     def write_schema(self) -> None:
         """Write the schema, if no batch has done so."""
@@ -69,9 +69,9 @@ class SegmentWriter:
                 os.ftruncate(self._file, self.size)
                 if not self.size:  # or retries on a full disk would leave many empty files
                     self.abandon()
-                    self.path.unlink()
+                    self.file.unlink()
             self.abandon()
-            raise _errors.cannot_write(self.path, error, WAY_OUT) from error
+            raise _errors.cannot_write(self.file, error, WAY_OUT) from error
         self.size += len(data)
 
     def close(self) -> None:
@@ -96,8 +96,8 @@ class SegmentWriter:
 class SegmentReader:
     """Knows where the record batches of a file are; `scan` looks for new ones."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, file: Path):
+        self.file = file
         self.schema: Schema | None = None
         self.offsets: list[int] = []  # of batches
         self.rows: list[int] = []
@@ -112,18 +112,18 @@ class SegmentReader:
     def open(self) -> Iterator[BinaryIO]:
         """Open the file, unbuffered."""
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with open(self.file, "rb", buffering=0) as file:
                 yield file  # type: ignore[misc]
         except FileNotFoundError as error:
             missing = _errors.RunNotFoundError(
-                f"{str(self.path)!r} is gone: the run was overwritten while it was being read. Load it again."
+                f"{str(self.file)!r} is gone: the run was overwritten while it was being read. Load it again."
             )
-            missing.errno, missing.filename = error.errno, str(self.path)
+            missing.errno, missing.filename = error.errno, str(self.file)
             raise missing from error
         except _errors.StoreError:
             raise
         except OSError as error:
-            raise _errors.cannot_read(self.path, error) from error
+            raise _errors.cannot_read(self.file, error) from error
 
     def scan(self) -> None:
         """Find the batches that were added since the last scan."""

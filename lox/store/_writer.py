@@ -286,7 +286,7 @@ class Writer:
                 segments = [self.group / name for name in self._unsynced]
                 for file in [*segments, self.group / _group.RUNS, self.group, self.path]:
                     _sync(file)
-                self._unsynced = [segment.path.name for segment in self._open_segments()]
+                self._unsynced = [segment.file.name for segment in self._open_segments()]
 
     def close(self) -> None:
         """Flush and close the files. Afterwards nothing can be appended; closing again does nothing."""

@@ -55,7 +55,7 @@ def save(
     mode = check_mode(mode)
     logs = logs if isinstance(logs, logdict) else logdict(logs)
     if not _compat.is_evaluating():
-        return _save_when_run(logs, path, key, mode, config)
+        return _save_in_program(logs, path, key, mode, config)
     host = _on_host(logs)
     words, impl = (None, None) if key is None else words_of(key)
     with Writer(path) as writer:
@@ -76,7 +76,7 @@ def _write(writer: Writer, lanes: list[tuple[Any, logdict, Any]], impl: str | No
         writer.append(opened[prng_key], host)
 
 
-def _save_when_run(logs: logdict, path: str | os.PathLike[str], key: Any, mode: str, config: Any) -> None:
+def _save_in_program(logs: logdict, path: str | os.PathLike[str], key: Any, mode: str, config: Any) -> None:
     leaves, treedef = jax.tree.flatten(logs)
     impls = [impl_name(x) if _is_prng_key(x) else None for x in leaves]
     values = [jax.random.key_data(x) if _is_prng_key(x) else as_array(x, "these logs") for x in leaves]

@@ -75,10 +75,10 @@ class CurveLogger(Logger):
     def send_lanes(self, runs: list[Run], curves: list[Curve]) -> None:
         """Hand over the events of several runs. By default, this calls `send` for each."""
         for lane, run in enumerate(runs):
-            own = [curve for curve in (curve.of_run(lane) for curve in curves) if len(curve.steps)]
-            names = _errors.listing([curve.name for curve in own])
+            run_curves = [curve for curve in (curve.of_run(lane) for curve in curves) if len(curve.steps)]
+            names = _errors.listing([curve.name for curve in run_curves])
             with self._pipeline.isolated(f"writing {names} of run {run.name!r}"):
-                self.send(run, own)
+                self.send(run, run_curves)
 
     def _in_numbers(self, curve: Curve) -> list[Curve]:
         """Return means and standard deviations of histograms, for trackers that have none."""
