@@ -422,7 +422,7 @@ def test_1024_lanes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "name"),
+    ("prng_key", "name"),
     [
         (jax.random.key(0), "0"),
         (jax.random.key(42), "42"),
