@@ -31,8 +31,8 @@ from lox._data._histogram import Histogram as Histogram
 from lox._data._image import Image as Image
 from lox._data._logdict import logdict as logdict
 from lox._data._reduce import Reduction as Reduction
-from lox._engine import _batching, _differentiation, _hidden, _interpret, _recompute
-from lox._engine import _rules as _rules  # registers the rules
+from lox._engine import _batching, _differentiation, _hidden, _recompute, _trace
+from lox._engine import _rules_custom as _rules_custom  # with _rules, which it imports: they register the rules
 from lox._engine._primitive import log as log
 from lox._engine._scope import scope as scope
 from lox._engine._sink import config as config
@@ -70,7 +70,7 @@ from lox.store import load as load
 from lox.store import runs as runs
 
 _batching.install()
-_hidden.install(_interpret.run_function)
+_hidden.install(_trace.run_function)
 _differentiation.install()
 _recompute.install()
 _export.install()

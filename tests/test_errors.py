@@ -498,7 +498,7 @@ def test_a_function_whose_body_is_called_later():
 
 
 def test_a_state_that_never_settles_is_an_error_and_not_a_hang() -> None:
-    from lox._engine._interpret import Frame, Grown, Handler
+    from lox._engine._handler import Frame, Grown, Handler
 
     class Stubborn(Handler):
         def extend(self, frame: Frame, struct: Any) -> None:

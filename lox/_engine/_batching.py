@@ -26,8 +26,10 @@ from lox._data import _arrays
 from lox._data._series import Site
 from lox._engine import _masking
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import Frame, Handler, Retrace, Transformed, transformed, types_of, without_unwanted
+from lox._engine._handler import Frame, Handler, Retrace, types_of
+from lox._engine._interpret import Transformed, transformed
 from lox._engine._primitive import bind
+from lox._engine._trace import without_unwanted
 
 # --- recording events to log them later ----------------------------------------------------------
 

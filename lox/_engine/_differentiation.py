@@ -14,8 +14,10 @@ from typing import Any
 from jax.extend.core import primitives
 
 from lox import _compat
-from lox._engine._interpret import Drop, Frame, run_function, transformed
+from lox._engine._handler import Drop, Frame
+from lox._engine._interpret import transformed
 from lox._engine._masking import Silence
+from lox._engine._trace import run_function
 
 _while_p = primitives.while_p
 

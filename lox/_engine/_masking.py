@@ -16,7 +16,8 @@ from lox import _compat
 from lox._data._lanes import Laned
 from lox._engine import _emit
 from lox._engine._event import Event
-from lox._engine._interpret import Drop, Frame, Handler, interpret
+from lox._engine._handler import Drop, Frame, Handler
+from lox._engine._interpret import interpret
 from lox._engine._primitive import bind
 
 # By name, since Equinox need not be installed. `unvmap_any` reduces a boolean over all lanes; `nonbatchable` is the

@@ -22,8 +22,10 @@ import jax
 from lox import _compat
 from lox._engine import _emit
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import RULES, Drop, Frame, PassingTrace, apply_rule, executed_jaxprs
+from lox._engine._handler import Drop, Frame
+from lox._engine._interpret import RULES, apply_rule, executed_jaxprs
 from lox._engine._primitive import bind, log_p
+from lox._engine._trace import PassingTrace
 
 Identity = Any
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lox import _compat, _errors
 from lox._data import _reduce
-from lox._engine import _interpret
+from lox._engine import _trace
 
 # The parameters and the result of a transformed function.
 P = ParamSpec("P")
@@ -61,7 +61,7 @@ def call(fun: Callable[..., Any], options: Any, transform: Transform, args: Any,
         if len(known) >= _MANY:
             known.pop(next(iter(known)))  # a new callback for every call would fill it
         leaves = jax.tree.leaves((args, kwargs))
-        one_jit = _is_one_jit(_interpret.first_bind(fun, args, kwargs), leaves)
+        one_jit = _is_one_jit(_trace.first_bind(fun, args, kwargs), leaves)
         known[cache_key] = fast = _jitted(weakref.ref(fun), transform) if one_jit else False
     return fast(given, *args, **kwargs) if fast else transform(fun, args, kwargs, *given)
 

@@ -5,9 +5,9 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lox._engine import _interpret
+from lox._engine import _handler, _trace
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import Frame
+from lox._engine._handler import Frame
 from lox._engine._primitive import bind
 from lox._engine._select import Names, Selection
 from lox._transforms import _call
@@ -15,7 +15,7 @@ from lox._transforms._call import P, R
 
 
 @dataclasses.dataclass(frozen=True)
-class Remove(_interpret.Drop):
+class Remove(_handler.Drop):
     """Removes the selected logs, or those not selected, and leaves the others as they are."""
 
     selection: Selection
@@ -46,7 +46,7 @@ class Remove(_interpret.Drop):
 
 def _removing(fun: Callable[P, R], handler: Remove) -> Callable[P, R]:
     def remove(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return _interpret.run_staged(handler, fun, args, kwargs)
+        return _trace.run_staged(handler, fun, args, kwargs)
 
     @functools.wraps(fun)
     def removed(*args: P.args, **kwargs: P.kwargs) -> R:

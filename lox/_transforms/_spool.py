@@ -14,14 +14,15 @@ from lox._data import _reduce, _series
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict, warn_of_dropped
 from lox._data._series import Series
-from lox._engine import _interpret
+from lox._engine import _handler, _trace
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import Frame, Handler, Tally
+from lox._engine._handler import Frame, Handler, Tally
 from lox._engine._primitive import bind
 from lox._engine._select import Names, Selection
 from lox._transforms import _call
 from lox._transforms._call import P, R
-from lox._transforms._state import Buffer, Fold, Room
+from lox._transforms._fold import Fold
+from lox._transforms._slots import Buffer, Room
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -83,7 +84,8 @@ class Collect(Handler):
                 frame.state = {**frame.state, key: state}
             else:
                 series = event.series(key)
-                frame.collect({key: series.expanded() if frame.in_python_loop() else series})
+                in_loop = _compat.in_python_loop(_trace.run_function.__code__)
+                frame.collect({key: series.expanded() if in_loop else series})
             frame.note(key, event.valid is None)
 
     def _capacity(self, key: str, site: str) -> int:
@@ -225,7 +227,7 @@ class Collect(Handler):
 
     def for_rules(self) -> Handler:
         """Drop logs, or leave them to others but not to the console."""
-        return _interpret.MarkSeen() if self.keep_logs else _interpret.Drop()
+        return _handler.MarkSeen() if self.keep_logs else _handler.Drop()
 
 
 @dataclasses.dataclass
@@ -335,7 +337,7 @@ def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Calla
     """`spool` with checked options."""
 
     def collect(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
-        out, frame = _interpret.run_function(handler, fun, args, kwargs)
+        out, frame = _trace.run_function(handler, fun, args, kwargs)
         with _compat.own_transfers():
             return out, finish(handler, frame, prefix)
 

@@ -17,16 +17,17 @@ from lox import _errors
 from lox._data import _arrays, _lanes
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
-from lox._engine import _emit, _interpret
+from lox._engine import _emit, _handler, _trace
 from lox._engine._event import Event, Meta
-from lox._engine._interpret import Frame, Handler
+from lox._engine._handler import Frame, Handler
 from lox._engine._primitive import bind
 from lox._engine._select import Names, Selection
 from lox._errors import NonFiniteError
 from lox._transforms import _call
 from lox._transforms._call import P, R
+from lox._transforms._deliver import HostFunction, one_for
 from lox._transforms._state import typed_like
-from lox._transforms._tap import HostFunction, finished, one_for
+from lox._transforms._tap import finished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Watch(Handler):
         return Untouched()
 
 
-class Untouched(_interpret.MarkSeen):
+class Untouched(_handler.MarkSeen):
     """Lets every log flow on unchanged."""
 
     def event(self, frame: Frame, event: Event) -> None:
@@ -195,7 +196,7 @@ def watch(
     handler = Watch(Selection.of(argnames, tags), deliver)
 
     def transform(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        out, frame = _interpret.run_function(handler, fun, args, kwargs)
+        out, frame = _trace.run_function(handler, fun, args, kwargs)
         return out, frame.state["token"]
 
     @functools.wraps(fun)

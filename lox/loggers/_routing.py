@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from lox._data._lanes import Laned
 from lox._data._series import Series
 from lox._engine._event import Event
-from lox._engine._interpret import Frame
-from lox._transforms._tap import Stream
+from lox._engine._handler import Frame
+from lox._transforms._stream import Stream
 from lox.loggers._prng import with_words
 
 ROUTE = "\0run"  # a name that no user gives to a step

@@ -1,0 +1,343 @@
+"""Handlers, which decide what becomes of events, and the frame in which one works."""
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
+
+import jax
+
+from lox import _compat, _errors
+from lox._engine._event import Event, Meta
+from lox._engine._primitive import bind, log_p
+from lox._engine._select import Logged, Names
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """How many events of one key there will be, as far as is known without running anything."""
+
+    count: float = 0  # at most; infinite if unknown
+    exact: bool = True  # whether there are exactly as many, in every lane
+    looped: bool = False  # whether some of them are in a loop
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(self.count + other.count, self.exact and other.exact, self.looped or other.looped)
+
+
+class Handler:
+    """Decides what becomes of events. Immutable and hashable: handlers are keys of caches."""
+
+    def wants(self, meta: Meta, scope: str) -> bool:
+        """Whether the handler may use an event; if not, computations that serve only the event are removed."""
+        del meta, scope
+        return True
+
+    def initial_state(self) -> Any:
+        """The state that is threaded through the program."""
+        return ()
+
+    def event(self, frame: "Frame", event: Event) -> None:
+        """Take one event: change `frame.state`, or add to `frame.pieces`."""
+        raise NotImplementedError
+
+    def check(self, frame: "Frame", piece: Any) -> None:
+        """Raise if this cannot be gathered with what was collected before."""
+        del frame, piece
+
+    def gather(self, pieces: list[Any]) -> Any:
+        """Join pieces, in order."""
+        del pieces
+        return ()
+
+    def unroll(self, piece: Any, reverse: bool) -> Any:
+        """The piece of a whole loop, from that of its body with an additional leading axis."""
+        del reverse
+        return piece
+
+    def unify(self, pieces: list[Any]) -> list[Callable[[Any], Any]] | None:
+        """For each of several branches, a function that makes its piece like the others; None if they are alike."""
+        del pieces
+        return None
+
+    def allows(self, frame: "Frame", struct: Any) -> bool:
+        """Whether a block that runs once may change the type of the state to `struct`."""
+        del frame, struct
+        return False
+
+    def extend(self, frame: "Frame", struct: Any) -> None:
+        """Give `frame.state` the type `struct`, which the body of a loop returns."""
+        raise NotImplementedError
+
+    def before(self, frame: "Frame", find: Callable[[], dict[str, Tally]]) -> None:
+        """Called at the outermost level before something with logs runs; `find()` says how many."""
+        del frame, find
+
+    def after(self, frame: "Frame", completed: bool) -> None:
+        """Called when it has run or failed."""
+        del frame, completed
+
+    def counts(self, meta: Meta, scope: str) -> list[str]:
+        """The keys of a log that a tally counts."""
+        raise NotImplementedError
+
+    def split(self, frame: "Frame", jaxprs: Iterable[Any]) -> "Blocks | None":
+        """How to split a loop whose iterations run these jaxprs; None if it is not split."""
+        del frame, jaxprs
+        return None
+
+    @property
+    def names(self) -> Names | None:
+        """The names that must be logged, or else there is a warning."""
+        return None
+
+    sees_calls: ClassVar[bool] = False  # whether host calls are handed to it too
+    masks_lanes: ClassVar[bool] = True  # whether events in Equinox's loops count only while their lane continues
+
+    def call(self, frame: "Frame", primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+        """Take a host call that can be masked."""
+        raise NotImplementedError
+
+    @property
+    def in_place(self) -> bool:
+        """Whether events never change the arguments or results of a block, so that primitives stay as they are."""
+        return False
+
+    def split_state(self, state: Any, keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
+        """The part of the state that concerns these keys, and a function that puts the rest back."""
+        del keys
+        return state, lambda part: part
+
+    def for_rules(self) -> "Handler":
+        """The handler for logs in derivative rules, when the transformed function is differentiated.
+
+        The events of a function are those of its primal, so rules must not add to them.
+        """
+        return self
+
+
+class Blocks(Protocol):
+    """A loop split into blocks of iterations; the handler acts after each block."""
+
+    @property
+    def iterations(self) -> int:
+        """The number of iterations of a block."""
+        ...
+
+    def run(self, frame: "Frame", bounded: bool, execute: Callable[["Frame"], Any], room_for: int | None = None) -> Any:
+        """Run one block by `execute(frame)`, then `flush`; unless `bounded`, it may have fewer iterations."""
+        ...
+
+    def flush(self, frame: "Frame", room_for: int | None = None) -> None:
+        """Emit everything that was kept, or only what leaves no room for that many iterations."""
+        ...
+
+
+class Retrace(Exception):
+    """Control flow: abandon the current tracing."""
+
+
+class Grown(Retrace):
+    """Control flow: a block changed the type of the state, and must be traced again."""
+
+    def __init__(self, owner: "Frame", struct: Any):
+        super().__init__(owner, struct)
+        self.owner, self.struct = owner, struct
+
+
+_NO_AXES: frozenset[Any] = frozenset()
+
+
+class Frame:
+    """The execution of one block: its state, what it has collected, and the keys it logs.
+
+    `keys` are in order of first appearance, each with whether it is certain to have an event.
+    `unbounded` says that the block repeats an unknown number of times, so that nothing can be stacked.
+    `scope` has the scopes around the block, and `eqn_scope` those around the current equation, as prefixes of keys.
+    `alike` are the mesh axes along which all devices run the block and differ only in values whose types say so.
+    """
+
+    def __init__(
+        self, handler: Handler, state: Any, unbounded: bool = False, scope: str = "", alike: frozenset[Any] = _NO_AXES
+    ):
+        self.handler, self.state, self.unbounded, self.scope, self.alike = handler, state, unbounded, scope, alike
+        self.pieces: list[Any] = []
+        self.keys: dict[str, bool] = {}
+        self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
+        self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
+        self.eqn_scope = scope
+        self.logged: Logged | None = None  # all logs, selected or not, if there are names to check
+        self.has_rules = False  # whether there are derivative rules, which may log too
+        self._scopes = len(_compat.open_scopes())
+
+    def here(self) -> str:
+        """The scopes that are open now, as a prefix of keys."""
+        return self.scope + "".join(f"{name}/" for name in _compat.open_scopes()[self._scopes :])
+
+    def block(self, state: Any, unbounded: bool = False, decision: Any = None) -> "Frame":
+        """A frame for a block inside this one, which runs depending on a value of the type `decision`."""
+        return Frame(self.handler, state, self.unbounded or unbounded, self.eqn_scope, self.alike_after(decision))
+
+    def alike_after(self, decision: Any) -> frozenset[Any]:
+        """The mesh axes along which all devices still run the same, if a value of that type decides."""
+        return self.alike if decision is None else self.alike - _compat.varying_axes(decision)
+
+    def take(self, meta: Meta, operands: Any) -> None:
+        """Hand an event to the handler."""
+        with _compat.own_transfers():
+            self.handler.event(self, Event.from_operands(meta, operands, self.here()))
+
+    def list_logs(self, primitive: Any, params: dict[str, Any]) -> None:
+        """Remember what is logged here, if there are names to check."""
+        if self.logged is not None:
+            scope = self.here()
+            self.logged.update({(scope + key, tags): None for key, tags in logged_by(primitive, params)})
+            self.has_rules |= _compat.eqn_has_rules(primitive, params)
+
+    def piece(self) -> Any:
+        """Everything that was collected so far."""
+        return self.handler.gather(self.pieces)
+
+    def collect(self, piece: Any) -> None:
+        """Add to what was collected."""
+        self.handler.check(self, piece)
+        self.pieces.append(piece)
+
+    def absorb(self, state: Any, piece: Any, keys: dict[str, bool]) -> None:
+        """Take over the state, the piece and the keys of an inner block."""
+        if inside.may_fail and _compat.is_evaluating():
+            jax.block_until_ready((state, piece))
+        self.state = state
+        if jax.tree.leaves(piece):
+            self.collect(piece)
+        for key, certain in keys.items():
+            self.note(key, certain)
+
+    def note(self, key: str, certain: bool) -> None:
+        """Remember that the key is logged."""
+        self.keys[key] = self.keys.get(key, False) or certain
+
+    def require_type(self, inner: "Frame", state: Any) -> None:
+        """Raise `Grown` if an inner block has changed the type of the state."""
+        if signature(inner.state) != signature(state):
+            raise Grown(self, types_of(inner.state))
+
+    def settle(self, attempt: Callable[[Any], Any]) -> Any:
+        """Trace a block until the type of its state no longer changes."""
+        while True:
+            try:
+                return attempt(self.state)
+            except Grown as grown:
+                if grown.owner is not self:
+                    raise
+                before = signature(self.state)
+                with _compat.own_transfers():
+                    self.handler.extend(self, grown.struct)
+                if signature(self.state) == before:  # it would never settle
+                    raise _errors.unsettled(self.keys or self.state) from None
+
+
+def types_of(tree: Any) -> Any:
+    """The same tree with the types of its arrays."""
+    return jax.tree.map(_compat.aval_of, tree)
+
+
+def signature(state: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(state)
+    avals = [_compat.aval_of(x) for x in leaves]
+    return treedef, tuple((a.shape, a.dtype, _compat.varying_axes(a), _compat.explicit_axes(a)) for a in avals)
+
+
+class _Inside(threading.local):
+    may_fail = False
+    rebuilding = False
+
+
+inside = _Inside()
+
+
+@contextlib.contextmanager
+def rebuilding() -> Iterator[None]:
+    """Mark that a shard_map is bound whose body is a jaxpr, in which no Python code could need values."""
+    before, inside.rebuilding = inside.rebuilding, True
+    try:
+        yield
+    finally:
+        inside.rebuilding = before
+
+
+@contextlib.contextmanager
+def failing_at_once() -> Iterator[None]:
+    """Mark that a function with callbacks that may raise runs inside other transformations.
+
+    The function that those transform may catch the exception. On a GPU a program fails after it was dispatched, when
+    they would already have taken over its failed results: so they wait for results before they take them over.
+    """
+    before, inside.may_fail = inside.may_fail, True
+    try:
+        yield
+    finally:
+        inside.may_fail = before
+
+
+def scope_of(eqn: Any, scope: str) -> str:
+    """The scopes around an equation whose jaxpr is in `scope`."""
+    return scope + "".join(f"{name}/" for name in _compat.scope_names(eqn.source_info.name_stack))
+
+
+_logged: Any = weakref.WeakKeyDictionary()
+
+
+def _logged_in(jaxpr: Any) -> Logged:
+    """Keys and tags of all logs in a jaxpr, whether they ever run or not."""
+    logged = _logged.get(jaxpr)
+    if logged is None:
+        logged = _logged[jaxpr] = {}
+        for eqn in _compat.split_jaxpr(jaxpr)[0].eqns if _compat.has_logs(jaxpr) else ():
+            logged.update({(scope_of(eqn, "") + key, tags): None for key, tags in logged_by(eqn.primitive, eqn.params)})
+    return logged
+
+
+def logged_by(primitive: Any, params: dict[str, Any]) -> Logged:
+    """Keys and tags of all logs in an equation, whether they ever run or not."""
+    if primitive is log_p:
+        return dict.fromkeys((key, params["meta"].tags) for key in params["meta"].keys)
+    return {log: None for jaxpr in _compat.sub_jaxprs(params) for log in _logged_in(jaxpr)}
+
+
+class Drop(Handler):
+    """Removes every log."""
+
+    masks_lanes = False
+
+    def wants(self, meta: Meta, scope: str) -> bool:
+        """Want no log."""
+        return False
+
+    @property
+    def in_place(self) -> bool:
+        """Blocks keep their arguments and results."""
+        return True
+
+    def event(self, frame: Frame, event: Event) -> None:
+        """Drop it."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+class MarkSeen(Drop):
+    """Lets every log flow on, but no longer to the default sink."""
+
+    def wants(self, meta: Meta, scope: str) -> bool:
+        """Keep all logs."""
+        return True
+
+    def event(self, frame: Frame, event: Event) -> None:
+        """Bind it again, marked."""
+        bind(event.replace(seen=True))
