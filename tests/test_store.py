@@ -243,7 +243,7 @@ def test_events_that_do_not_fit_together_are_kept_apart(tmp_path):
 
 
 def _key_data(prng_key):
-    from lox.store._keys import KeyData, impl_name
+    from lox.store._prng_keys import KeyData, impl_name
 
     return KeyData(np.asarray(jax.random.key_data(prng_key)), impl_name(prng_key))
 

@@ -1,4 +1,9 @@
-"""Handlers, which decide what becomes of events, and the frame in which one works."""
+"""Handlers, which decide what becomes of events, and the frame in which they do so.
+
+There are two channels. `Frame.state` is threaded through the program: it enters every block (a Python function, or a
+jaxpr) and comes out changed, in the carry of loops (reductions, buffers, the order of callbacks). `Frame.pieces` is
+what a block has collected: it only comes out, stacked by loops (the events that `spool` returns).
+"""
 
 import contextlib
 import dataclasses

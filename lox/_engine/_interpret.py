@@ -1,14 +1,7 @@
-"""The interpreter: run a function and hand every log in it to a handler.
+"""The interpreter of jaxprs, and the table of rules.
 
-Two things can contain a log. A Python function is run under our own `jax.core.Trace`: operations without logs go on to
-the surrounding trace, so values stay as concrete as they were and Python's control flow keeps working. A jaxpr (the
-body of a jit, a loop, a branch) is interpreted equation by equation, and the primitive that owns it is rebuilt by its
-rule in `_rules.py`. Neither mutates what it reads.
-
-The handler decides what becomes of an event, through two channels. `Frame.state` is threaded through the program: it
-enters every block (such a function or jaxpr) and comes out changed, in the carry of loops (reductions, buffers, the
-order of callbacks). `Frame.pieces` is what a block has collected: it only comes out, stacked by loops (the events that
-`spool` returns).
+A jaxpr (the body of a jit, a loop, a branch) is interpreted equation by equation, and a primitive that contains logs is
+rebuilt by its rule. Nothing that is read is mutated.
 """
 
 import dataclasses
@@ -24,8 +17,6 @@ from lox._engine import _emit
 from lox._engine._event import Meta
 from lox._engine._handler import Frame, Grown, Handler, Retrace, Tally, scope_of, signature, types_of
 from lox._engine._primitive import log_p
-
-# --- jaxprs --------------------------------------------------------------------------------------
 
 
 def interpret(frame: Frame, jaxpr: Any, args: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,8 @@
-"""Python functions: a trace that hands the logs of a function to a frame while it runs."""
+"""Python functions, run under a trace of our own that hands their logs to a frame.
+
+Operations without logs go on to the surrounding trace, so values stay as concrete as they were and Python's control
+flow keeps working. What contains logs is rebuilt by `_interpret`.
+"""
 
 import contextlib
 import types

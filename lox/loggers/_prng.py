@@ -11,7 +11,7 @@ import numpy as np
 
 from lox._data import _arrays
 from lox._data._logdict import logdict
-from lox.store._keys import KeyData, impl_name
+from lox.store._prng_keys import KeyData, impl_name
 
 
 @jax.tree_util.register_pytree_node_class

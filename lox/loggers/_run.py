@@ -11,7 +11,7 @@ from lox import _errors
 from lox.loggers._files._rows import plain
 from lox.loggers._prng import is_prng_key
 from lox.store import names
-from lox.store._keys import impl_name
+from lox.store._prng_keys import impl_name
 
 
 class LoggerState(NamedTuple):

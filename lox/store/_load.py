@@ -7,7 +7,7 @@ from typing import Any
 from lox import _errors
 from lox._engine import _select
 from lox.store import names
-from lox.store._keys import words_of
+from lox.store._prng_keys import words_of
 from lox.store._reader import Reader, Run, Runs, selector
 
 

@@ -15,9 +15,9 @@ from lox import _errors
 from lox._data import _sites
 from lox._data._logdict import logdict
 from lox._engine import _select
-from lox.store import _events, _open
+from lox.store import _from_rows, _open
 from lox.store._catalog import Catalog, Record
-from lox.store._events import Chunks, Select
+from lox.store._from_rows import Chunks, Select
 from lox.store._group import Group
 from lox.store._segment import SegmentReader
 
@@ -84,7 +84,7 @@ class Runs(Mapping[str, logdict]):
     def items(self) -> Any:
         """Return names and logs, all loaded."""
         by_run = self._reader._chunks_of_all(list(self._names), self._select)
-        return {name: _events.to_logdict(chunks) for name, chunks in by_run.items()}.items()
+        return {name: _from_rows.to_logdict(chunks) for name, chunks in by_run.items()}.items()
 
     def values(self) -> Any:
         """Return the logs, all loaded."""
@@ -95,7 +95,7 @@ class Runs(Mapping[str, logdict]):
 
         Where some runs have more events than others, `logs.valid` says which events are real.
         """
-        return _events.stack(list(self._reader._chunks_of_all(list(self._names), self._select).values()))
+        return _from_rows.stack(list(self._reader._chunks_of_all(list(self._names), self._select).values()))
 
     def __repr__(self) -> str:
         names = [repr(name) for name in self._names]
@@ -169,7 +169,7 @@ class Reader:
             if all(self._polled.get(segment, 0) == end for segment, end in ends.items()):
                 continue
             try:
-                by_run = _events.of_all_runs(group, select, self._polled)
+                by_run = _from_rows.of_all_runs(group, select, self._polled)
             except _errors.RunNotFoundError:
                 continue  # overwritten meanwhile
             for number, chunks in by_run.items():
@@ -181,7 +181,7 @@ class Reader:
             with_events = {key: [c for c in chunks if c.series.count()] for key, chunks in new.get(name, {}).items()}
             with_events = {key: chunks for key, chunks in with_events.items() if chunks}
             if with_events:
-                logs[name] = _events.to_logdict(with_events)
+                logs[name] = _from_rows.to_logdict(with_events)
         self._polled.update(polled)  # only now, so that one may poll again after an error
         return logs
 
@@ -199,8 +199,8 @@ class Reader:
         chunks: Chunks = {}
         for entry in self._catalog.records[name].entries:
             group = self._catalog.groups[entry.group]
-            _merge(chunks, _events.of_run(group, entry.number, select))
-        return _events.to_logdict(chunks)
+            _merge(chunks, _from_rows.of_run(group, entry.number, select))
+        return _from_rows.to_logdict(chunks)
 
     def _chunks_of_all(self, names: list[str], select: Select) -> dict[str, Chunks]:
         records = [self._catalog.records[name] for name in names]
@@ -209,9 +209,9 @@ class Reader:
         for group, wanted in self._by_group(records).items():
             if len(wanted) == 1:
                 (number,) = wanted
-                by_entry[group.id, number] = _events.of_run(group, number, select)
+                by_entry[group.id, number] = _from_rows.of_run(group, number, select)
             else:
-                for number, run_chunks in _events.of_all_runs(group, select).items():
+                for number, run_chunks in _from_rows.of_all_runs(group, select).items():
                     by_entry[group.id, number] = run_chunks
         for record in records:
             for entry in record.entries:
@@ -279,7 +279,7 @@ def _info(record: Record) -> Run:
 
 def _merge(into: Chunks, chunks: Chunks) -> None:
     for key, parts in sorted(chunks.items(), key=lambda item: item[1][0].order):
-        into.setdefault(key, []).extend(_events.in_order(kind) for kind in _events.apart(parts))
+        into.setdefault(key, []).extend(_from_rows.in_order(kind) for kind in _from_rows.apart(parts))
 
 
 def selector(argnames: str | Iterable[str] | None) -> Select:

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from lox.store._batch import Batches
-from lox.store._rows import Piece
 from lox.store._schema import Schema
 from lox.store._segment import SegmentWriter
+from lox.store._to_rows import Piece
 
 
 class Table:

@@ -16,10 +16,10 @@ from lox._data import _sites
 from lox.store import _catalog, _group, _open, names
 from lox.store._catalog import Catalog
 from lox.store._group import Entry
-from lox.store._rows import Rows
 from lox.store._schema import Schema
 from lox.store._segment import WAY_OUT, SegmentWriter
 from lox.store._table import Table
+from lox.store._to_rows import Rows
 
 Array = np.ndarray[Any, Any]
 

@@ -15,7 +15,7 @@ from lox._engine import _host_calls
 from lox._engine._primitive import as_array
 from lox.loggers._run import ConfigPlan
 from lox.store._catalog import check_mode
-from lox.store._keys import KeyData, impl_name, words_of
+from lox.store._prng_keys import KeyData, impl_name, words_of
 from lox.store._writer import Writer
 
 

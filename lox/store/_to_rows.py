@@ -16,7 +16,7 @@ import numpy as np
 from lox import _errors
 from lox._data._logdict import Layout, logdict
 from lox.store import _dtypes, _structure
-from lox.store._keys import KeyData
+from lox.store._prng_keys import KeyData
 from lox.store._schema import Column, Key, Schema
 
 Array = np.ndarray[Any, Any]
