@@ -224,6 +224,7 @@ def scanned(x: Any) -> Any:
     return lax.scan(step, x, jnp.arange(4))[0]
 
 
+@pytest.mark.slow
 def test_export() -> None:
     pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers to serialize")
     for fun in (lox.spool(scanned), lox.spool(scanned, reduce="mean"), lox.nolog(scanned)):

@@ -110,6 +110,7 @@ def there_is(name: str) -> bool:
     return SINCE.get(name, VERSION) <= VERSION <= UNTIL.get(name, VERSION)
 
 
+@pytest.mark.slow
 def test_every_private_name_has_a_reason() -> None:
     used = private_names()
     known = {name for name in used if any(name == known or name.startswith(f"{known}.") for known in NAMES)}
@@ -190,6 +191,7 @@ def test_partial_evaluation_of_calls() -> None:
     assert from_lox(rule("jax._src.interpreters.partial_eval.call_partial_eval_rules", "closed_call_p")())
 
 
+@pytest.mark.slow
 def test_jax_is_changed_in_one_file_only() -> None:
     """What is assigned to a name or a table of JAX's, but for the rules of lox's own primitives."""
     found = set()

@@ -354,6 +354,7 @@ def shown(progress):
     return progress._console.file.getvalue().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
 def test_bars_of_all_loops(jit, host_calls):
     step = lambda c, x: (c + x, 2 * x)  # noqa: E731

@@ -151,6 +151,7 @@ def test_an_executable_of_a_tapped_function_is_an_error() -> None:
         lox.spool(executable)(X)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lox.LoxWarning")  # there is no log to keep
 def test_an_executable_without_logs_is_a_function_like_others(transform: Any) -> None:
     for f in (lambda x: x * 2, lox.nolog(double)):

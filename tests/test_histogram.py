@@ -102,6 +102,7 @@ def test_pytrees_and_other_dtypes():
     assert float(histogram.sum) == 7.5
 
 
+@pytest.mark.slow
 def test_gradients_pass_by():
     def f(x):
         lox.log({"h": lox.Histogram(x), "i": lox.Image(x)})

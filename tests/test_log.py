@@ -165,6 +165,7 @@ def test_values(capsys, value, expected, text):
     assert len(events) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "expected", "text"), VALUES)
 def test_values_in_a_loop(value, expected, text):
     del text

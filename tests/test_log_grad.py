@@ -63,6 +63,7 @@ def test_nothing_without_a_backward_pass() -> None:
         assert events == []
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_untouched() -> None:
     plain = lambda x: lax.scan(lambda c, t: (jnp.sin(c) * t, None), x, T)[0]  # noqa: E731
     assert float(scanned(X)) == float(plain(X))
@@ -71,6 +72,7 @@ def test_values_and_gradients_are_untouched() -> None:
         np.testing.assert_allclose(jax.hessian(scanned)(X), jax.hessian(plain)(X), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_differentiating_a_transformed_function_stays_silent(jit: bool) -> None:
     for transform in (lambda f: lambda x: lox.spool(f)(x)[0], lox.nolog, lambda f: lox.tap(f, print)):

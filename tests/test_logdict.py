@@ -268,6 +268,7 @@ def test_tree_paths_name_the_keys(logs):
     assert len(paths) == len(jax.tree.leaves(logs)) == 6
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_logs():
     def loss(xs):
         _, logs = lox.spool(run)(xs)
@@ -411,6 +412,7 @@ def test_merge_drops_valid_of_what_it_replaces():
 # --- choosing ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("index", "x", "step"),
     [
@@ -617,6 +619,7 @@ def test_reduce_by_a_reduction_that_does_not_exist(logs):
     assert str(info.value) == "`reduce` names 'y'; the keys are 'x', 'total' and 'n'."
 
 
+@pytest.mark.slow
 def test_reduce_by_a_custom_reduction(logs):
     product = lox.Reduction(jnp.ones_like, lambda state, x: state * x, lambda state: state)
     same(logs.reduce({"x": product})["x"], f32(8))

@@ -62,6 +62,7 @@ def test_vmap_on_either_side():
     same(inside.asdict(), {**scalar, "all": {"append": xs.T}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_grad_on_either_side(wrap):
     xs = f32([1, 1, 4])

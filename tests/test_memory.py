@@ -52,6 +52,7 @@ def test_a_buffer_needs_memory_for_its_events_only() -> None:
     assert megabytes(lox.tap(big, lambda logs: None, buffer=100)) < 2
 
 
+@pytest.mark.slow
 def test_the_mean_of_many_events_is_exact() -> None:
     xs = np.random.default_rng(0).uniform(0.9, 1.1, EVENTS).astype(np.float32)
 

@@ -1225,6 +1225,7 @@ def test_the_spread_of_what_is_not_finite(how, xs):
     same(lox.spool(scanned, reduce=how)(f32(xs))[1], {"x": f32(np.nan)})
 
 
+@pytest.mark.slow
 def test_an_interval_keeps_the_steps_of_events_before_a_while_loop_that_has_none():
     def f(x):
         def count(x, i):

@@ -62,6 +62,7 @@ def test_one_jitted_layer_reports_under_every_scope(name: str) -> None:
         assert all((logs.step[key] == 3).all() for key in logs)
 
 
+@pytest.mark.slow
 def test_each_transformation_selects_by_the_whole_name() -> None:
     _, logs = lox.spool(model, argnames="a/*")(1.0)
     assert list(logs) == ["a/in/x", "a/b/in/x"]

@@ -144,6 +144,7 @@ def test_everything_that_can_be_shown(tmp_path, how):
     assert actual.SummaryMetadata("notes").plugin_data.plugin_name == "text"
 
 
+@pytest.mark.slow
 @needs_tensorboard
 def test_lanes_inside_a_run(tmp_path):
     def masked(x):

@@ -236,6 +236,7 @@ def test_a_loop_invariant_log_counts_once_per_iteration(kind: str, transform: st
     assert len(events) == 5
 
 
+@pytest.mark.slow
 def test_a_while_loop_under_remat_reports_once() -> None:
     def f(x: Any) -> Any:
         steps = lax.while_loop(lambda c: c < 3, lambda c: noted(c) + 1, lax.stop_gradient(x) * 0)
