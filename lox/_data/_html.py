@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from lox import _compat
-from lox._data import _frame
+from lox._data import _dataframe
 from lox._data._histogram import Histogram, few_bins
 from lox._data._image import Image
 from lox._data._png import png
 
 if TYPE_CHECKING:
-    from lox._data._frame import Column
+    from lox._data._dataframe import Column
     from lox._data._logdict import logdict
 
 _WIDTH, _HEIGHT, _POINTS = 160, 28, 80
@@ -33,7 +33,7 @@ def to_html(logs: "logdict") -> str:
     """See `logdict._repr_html_`."""
     if any(isinstance(x, _compat.Tracer) for x in jax.tree.leaves(logs)):
         return f"<pre>{html.escape(repr(logs))}</pre>"
-    columns, media = list(_frame.columns(logs)), _media_in(logs)
+    columns, media = list(_dataframe.columns(logs)), _media_in(logs)
     columns = [column for column in columns if media.get(column.name, column) is not None]
     rows = [_media_row(c, *media[c.name]) if c.name in media else _row(c) for c in columns[:_ROWS]]
     more = f"<caption style='caption-side:bottom'>and {len(columns) - _ROWS} more</caption>"

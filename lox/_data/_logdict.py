@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from lox import _compat, _errors
-from lox._data import _arrays, _format, _frame, _html, _lanes, _reduce, _series, _sites
+from lox._data import _arrays, _dataframe, _format, _html, _lanes, _reduce, _series, _sites
 from lox._data._lanes import Flags, Laned, unnamed
 from lox._data._series import Series, Site
 
@@ -227,7 +227,7 @@ class logdict(dict[str, Any]):
             form: `"long"`: a row per event and key. `"wide"`: a row per lane and steps, with a column for every key;
                 keys without steps are aligned by the number of the event.
         """
-        return _frame.to_dataframe(self, form)
+        return _dataframe.to_dataframe(self, form)
 
     # --- choosing and renaming ---
 

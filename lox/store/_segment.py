@@ -16,8 +16,8 @@ import numpy as np
 
 from lox import _errors
 from lox.store import _schema
-from lox.store._batch import Batches
 from lox.store._flatbuffers import DamagedError
+from lox.store._record_batch import Batches
 from lox.store._schema import Column, Schema
 
 Array = np.ndarray[Any, Any]

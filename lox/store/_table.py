@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from lox.store._batch import Batches
+from lox.store._record_batch import Batches
 from lox.store._schema import Schema
 from lox.store._segment import SegmentWriter
 from lox.store._to_rows import Piece
