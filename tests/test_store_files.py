@@ -17,7 +17,7 @@ from exact import f32, same
 from optional import HealthCheck, duckdb, given, pandas, polars, pyarrow, settings, st
 
 import lox
-from lox.store import Reader, Writer, _batch, _flatbuffers, _schema
+from lox.store import Reader, Writer, _flatbuffers, _record_batch, _schema
 
 
 def segments(path):
@@ -403,7 +403,7 @@ def test_invented_schemas_never_crash(pristine, edits):
         schema = _schema.decode(edited(message[8:], edits))
     except _flatbuffers.DamagedError:
         return
-    _batch.Batches(schema).layout(3)
+    _record_batch.Batches(schema).layout(3)
 
 
 def test_undamaged_runs_are_complete(pristine):
