@@ -193,7 +193,8 @@ def opaque_primitive(name: str, keys: Sequence[str], site: str) -> TransformErro
         "whose body lox does not know how to rewrite.\n"
         f"  logged at {site}\n"
         "Either log the value outside:   return it from the function and `lox.log` it there\n"
-        "or remove the log:              delete the `lox.log` call inside the primitive's body"
+        "or remove the log:              delete the `lox.log` call inside the primitive's body\n"
+        'or teach lox the primitive:     by one function, see "Add a rule" in CONTRIBUTING.md'
     )
 
 

@@ -100,7 +100,8 @@ def test_a_primitive_without_a_rule(transform):
         "whose body lox does not know how to rewrite.\n"
         f"  logged at test_errors.py:{first + 2} (in_reduce.add)\n"
         "Either log the value outside:   return it from the function and `lox.log` it there\n"
-        "or remove the log:              delete the `lox.log` call inside the primitive's body"
+        "or remove the log:              delete the `lox.log` call inside the primitive's body\n"
+        'or teach lox the primitive:     by one function, see "Add a rule" in CONTRIBUTING.md'
     )
 
 

@@ -14,12 +14,14 @@ import pytest
 from exact import f32, same
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optional import devices
 
 import lox
 import lox.testing
+from lox._engine import _interpret
 
 X = jnp.float32(0.5)
 XS = jnp.arange(1.0, 6.0)
@@ -543,6 +545,78 @@ def test_primitives(name: str) -> None:
             out, logs = spooled(V)
             assert logs["v"].shape == shape
             np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_no_rule_counts_too_few_events(name: str) -> None:
+    """What an interval or a buffer makes room for."""
+    f, _ = PRIMITIVES[name]
+    tally = _interpret.tally(jax.make_jaxpr(f)(V), "", lambda meta, scope: meta.keys)["v"]
+    events = lox.spool(f)(V)[1].event_counts()["v"]
+    assert tally.count == events if tally.exact else tally.count >= events
+
+
+def twice_primitive(name: str) -> Any:
+    """A primitive that runs a jaxpr two times, one after the other."""
+    twice_p = jax.extend.core.Primitive(name)
+    twice_p.multiple_results = True
+
+    def impl(*args: Any, jaxpr: Any) -> Any:
+        run = jax.extend.core.jaxpr_as_fun(jaxpr)
+        return run(*run(*args))
+
+    twice_p.def_impl(impl)
+    twice_p.def_effectful_abstract_eval(lambda *args, jaxpr: (jaxpr.out_avals, jaxpr.effects))
+    mlir.register_lowering(twice_p, mlir.lower_fun(impl, multiple_results=True))
+
+    def batch(args: Any, dims: Any, jaxpr: Any) -> Any:
+        mapped = jax.make_jaxpr(jax.vmap(jax.extend.core.jaxpr_as_fun(jaxpr), in_axes=dims))(*args)
+        return twice_p.bind(*args, jaxpr=mapped), [0] * len(dims)
+
+    batching.primitive_batchers[twice_p] = batch
+    return twice_p
+
+
+def doubled(x: Any) -> Any:
+    lox.log({"x": x})
+    return x * 2
+
+
+@pytest.mark.parametrize("name", ["twice", "closed_call", "scan"])
+def test_a_rule_for_a_primitive_of_ones_own(name: str) -> None:
+    """It has none at first, even if one of JAX's primitives has the same name."""
+    twice_p = twice_primitive(name)
+
+    def f(x: Any) -> Any:
+        return twice_p.bind(x, jaxpr=jax.make_jaxpr(doubled)(1.0))[0]
+
+    with pytest.raises(lox.TransformError, match=f"it is inside `{name}`, whose body lox does not know"):
+        lox.spool(f)(1.0)
+
+    def count(params: Any, inside: Any) -> Any:
+        return {key: tally + tally for key, tally in inside[0].items()}
+
+    @_interpret.rule(twice_p, count=count)
+    def _(frame: Any, primitive: Any, params: Any, args: Any) -> Any:
+        return _interpret.interpret(frame, params["jaxpr"], _interpret.interpret(frame, params["jaxpr"], args))
+
+    for g in f, jax.jit(f):
+        out, logs = lox.spool(g)(1.0)
+        assert out == 4
+        assert logs["x"].tolist() == [1, 2]
+    out, logs = lox.spool(jax.vmap(f))(jnp.arange(2.0))
+    assert out.tolist() == [0, 4]
+    assert logs["x"].tolist() == [[0, 1], [0, 2]]
+
+    def loop(x: Any) -> Any:
+        return lax.scan(lambda c, _: (f(c), None), x, length=3)
+
+    _, logs = lox.spool(loop, interval=2)(1.0)
+    assert logs["x"].tolist() == [1, 4, 16]
+    blocks: list[Any] = []
+    lox.tap(loop, blocks.append, buffer=4)(1.0)
+    jax.effects_barrier()
+    assert np.concatenate([block["x"] for block in blocks]).tolist() == [1, 2, 4, 8, 16, 32]
 
 
 @pytest.mark.slow

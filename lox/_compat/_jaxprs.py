@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import types
 import weakref
@@ -208,6 +209,15 @@ def _is_jax_own(call_jaxpr: Any) -> bool:
 def is_jax_own(fun: Any) -> bool:
     """Whether a function, or what was traced from one, is part of JAX."""
     return _JAX_HOME in (getattr(getattr(fun, "debug_info", None), "func_src_info", "") or "")
+
+
+@functools.cache
+def is_jax_own_primitive(primitive: Any) -> bool:
+    """Whether a primitive is JAX's, or lox's: by the module of what it does outside of jit, if it does anything."""
+    impl = inspect.unwrap(primitive.impl)
+    while isinstance(impl, functools.partial):
+        impl = inspect.unwrap(impl.func)
+    return impl.__module__.split(".")[0] in ("jax", "lox")
 
 
 def has_logs(jaxpr: Any) -> bool:

@@ -111,31 +111,40 @@ class Rule:
     looks_around: bool
 
 
-RULES: dict[str, Rule] = {}
+_RULES: dict[Any, Rule] = {}
 
 
 def rule(
-    *names: str,
+    *primitives: Any,
     count: Callable[[dict[str, Any], Inside], dict[str, Tally]] = unknown,
     runs: Callable[[dict[str, Any]], list[Any]] = _compat.sub_jaxprs,
     looks_around: bool = False,
 ) -> Callable[[Callable[..., list[Any]]], Callable[..., list[Any]]]:
-    """Register how to rebuild the primitives of these names such that their logs reach the frame.
+    """Register how to rebuild these primitives such that their logs reach the frame.
 
-    `count` derives the number of events from those of the jaxprs. `runs` leaves out jaxprs that serve only
-    differentiation. A rule that `looks_around` also gets its `place`, if it has one.
+    JAX's own are given by their names, because few of them are public; others as they are. `count` derives the number
+    of events from those of the jaxprs: too many costs room, too few would lose events. `runs` leaves out jaxprs that
+    serve only differentiation. A rule that `looks_around` also gets its `place`, if it has one.
     """
 
     def register(rebuild: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        RULES.update(dict.fromkeys(names, Rule(rebuild, count, runs, looks_around)))
+        _RULES.update(dict.fromkeys(primitives, Rule(rebuild, count, runs, looks_around)))
         return rebuild
 
     return register
 
 
+def rule_of(primitive: Any) -> Rule | None:
+    """The rule for a primitive. One that is not JAX's may have the name of one that is, and mean something else."""
+    known = _RULES.get(primitive)
+    if known is None and _compat.is_jax_own_primitive(primitive):
+        known = _RULES.get(primitive.name)
+    return known
+
+
 def executed_jaxprs(primitive: Any, params: dict[str, Any]) -> list[Any]:
     """The jaxprs of an equation that run when it runs."""
-    known = RULES.get(primitive.name)
+    known = rule_of(primitive)
     return _compat.sub_jaxprs(params) if known is None else known.runs(params)
 
 
@@ -149,7 +158,7 @@ def apply_rule(
 ) -> list[Any]:
     """Rebuild one primitive that contains logs."""
     frame.eqn_scope = frame.here()
-    known = RULES.get(primitive.name)
+    known = rule_of(primitive)
     if known is None:
         if not _compat.eqn_has_logs(primitive, params, effects):  # only derivative rules, which cannot be reached
             return primitive.bind(*args, **params)
@@ -179,7 +188,7 @@ def tally_of(
     if primitive is log_p:
         return dict.fromkeys(select(params["meta"], scope), Tally(1, not params["meta"].has_valid))
     inside = [tally(j, scope, select) for j in executed_jaxprs(primitive, params) if _compat.has_logs(j)]
-    known = RULES.get(primitive.name)
+    known = rule_of(primitive)
     return (unknown if known is None else known.count)(params, inside) if inside else {}
 
 
@@ -246,7 +255,7 @@ _compiled: Any = weakref.WeakKeyDictionary()
 
 def run_compiled(frame: Frame, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """Rebuild and run a primitive outside of jit, such that nothing is traced or compiled again the next time."""
-    if primitive.name == "jit" or primitive.name not in RULES:
+    if primitive.name == "jit" or rule_of(primitive) is None:
         return apply_rule(frame, primitive, params, args)  # a jit compiles with its own options; the others raise
     frame.eqn_scope = frame.here()
     anchor, *others = _compat.sub_jaxprs(params)

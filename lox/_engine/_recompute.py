@@ -23,7 +23,7 @@ from lox import _compat
 from lox._engine import _emit
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Drop, Frame
-from lox._engine._interpret import RULES, apply_rule, executed_jaxprs
+from lox._engine._interpret import apply_rule, executed_jaxprs, rule_of
 from lox._engine._primitive import bind, log_p
 from lox._engine._trace import PassingTrace
 
@@ -147,14 +147,16 @@ class _Dependence:
             self.logs[identity] = self.logs.get(identity, False) or any(operands) or not certain
             return None if primitive is log_p else ins[:1]
         jaxprs = executed_jaxprs(primitive, params)
-        if primitive.name == "cond":
+        if rule_of(primitive) is None:
+            pass
+        elif primitive.name == "cond":
             outs = [self.jaxpr(j, ins[1:], certain and not ins[0]) for j in jaxprs]
             return [ins[0] or any(o) for o in zip(*outs, strict=True)]
-        if primitive.name == "while":
+        elif primitive.name == "while":
             return self._while(params, ins, certain)
-        if primitive.name == "scan":
+        elif primitive.name == "scan":
             return self._scan(params, ins, certain)
-        if len(jaxprs) == 1 and primitive.name in RULES and len(_compat.in_avals(jaxprs[0])) == len(ins):
+        elif len(jaxprs) == 1 and len(_compat.in_avals(jaxprs[0])) == len(ins):
             return self.jaxpr(jaxprs[0], ins, certain)
         self.opaque = self.opaque or any(map(_compat.reports, jaxprs))
         return None
