@@ -30,7 +30,7 @@ test:  ## lint, types and tests on the oldest, middle and newest JAX, a few on t
 lint:  ## ruff and pyright only
 	@$(ENVS) lint
 
-fuzz:  ## random programs against plain Python (N=5000 programs, SEED=0)
+fuzz:  ## random programs against plain Python (N=1000, SEED=0)
 	@LOX_FUZZ_N=$(N) LOX_FUZZ_SEED=$(SEED) $(ENVS) run -m pytest -n 2 tests/test_fuzz.py $(ARGS)
 
 bench:  ## run time and compile time as ratios to hand-written code

@@ -26,7 +26,7 @@ import jax
 from lox import _errors
 from lox._data._logdict import logdict
 from lox._engine import _primitive
-from lox._engine._select import Selection
+from lox._engine._selection import Selection
 from lox._transforms import _spool
 from lox._transforms._call import P, R
 

@@ -17,7 +17,7 @@ import jax
 from lox import _compat, _errors
 from lox._engine._event import Event, Meta
 from lox._engine._primitive import bind, log_p
-from lox._engine._select import Logged, Names
+from lox._engine._selection import Logged, Names
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lox._data import _reduce
 from lox._data._lanes import Laned, flag_of
 from lox._data._logdict import logdict
 from lox._data._sites import call_site
-from lox._engine import _emit, _hidden, _select, _sink
+from lox._engine import _emit, _hidden, _selection, _sink
 from lox._engine._event import Event, Meta
 
 log_p = _compat.Primitive(_compat.LOG_NAME)
@@ -153,7 +153,7 @@ def log(
         steps={name: Laned(as_step(name, x)) for name, x in steps.items()},
         weight=None if weight is None else Laned(_as_scalar(weight, "`weight`")),
         valid=None if where is None else Laned(_as_scalar(where, "`where`", bool)),
-        tags=frozenset(_select.names("tags", tags)),
+        tags=frozenset(_selection.names("tags", tags)),
         explicit=explicit,
         seen=False,
         site=call_site(),

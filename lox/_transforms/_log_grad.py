@@ -16,7 +16,7 @@ from lox import _compat, _errors
 from lox._data._lanes import Flags, Laned, flag_of
 from lox._data._reduce import resolve
 from lox._data._sites import call_site
-from lox._engine import _select
+from lox._engine import _selection
 from lox._engine._event import Event
 from lox._engine._primitive import as_step, bind
 
@@ -151,7 +151,7 @@ def log_grad(
         jax.tree.structure(grads),
         tuple(steps),
         resolve(reduce, name),
-        frozenset(_select.names("tags", tags)),
+        frozenset(_selection.names("tags", tags)),
         explicit,
         seen=False,
         site=call_site(),

@@ -18,7 +18,7 @@ from lox._engine import _handler, _trace
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Tally
 from lox._engine._primitive import bind
-from lox._engine._select import Names, Selection
+from lox._engine._selection import Names, Selection
 from lox._transforms import _call
 from lox._transforms._call import P, R
 from lox._transforms._fold import Fold

@@ -17,7 +17,7 @@ from lox._engine import _emit, _handler, _interpret
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Tally
 from lox._engine._primitive import bind
-from lox._engine._select import Names
+from lox._engine._selection import Names
 from lox._transforms._deliver import BEGIN, DUE, FLUSH, AtOnce, Delivery, signal
 from lox._transforms._fold import Fold
 from lox._transforms._slots import Buffer, Room, Tick

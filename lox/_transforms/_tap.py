@@ -8,7 +8,7 @@ import jax
 
 from lox import _compat, _errors
 from lox._engine import _emit, _handler, _trace
-from lox._engine._select import Selection
+from lox._engine._selection import Selection
 from lox._engine._sink import show
 from lox._transforms import _call
 from lox._transforms._call import P, R

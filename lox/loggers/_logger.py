@@ -15,7 +15,7 @@ import numpy as np
 
 from lox import _compat, _errors
 from lox._data._logdict import logdict
-from lox._engine import _host_calls
+from lox._engine import _host_results
 from lox._transforms import _call
 from lox._transforms._call import P, R
 from lox._transforms._spool import spool as _spool
@@ -133,7 +133,9 @@ class Logger:
         self._pipeline.require_open("init")
         words, impl = prng_key_words(key)
         plan, arrays = ConfigPlan.of(config)
-        (number,) = _host_calls.call(functools.partial(self._pipeline.begin, plan, impl), [words, *arrays], [np.int32])
+        (number,) = _host_results.call(
+            functools.partial(self._pipeline.begin, plan, impl), [words, *arrays], [np.int32]
+        )
         return LoggerState(number, words)
 
     def log(self, state: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: Any) -> None:
@@ -263,7 +265,7 @@ class Logger:
         self._require_state(state, "close")
         waiting = _compat.is_evaluating()
         errors = self._pipeline.settle() if waiting else []  # of computations under way, which may still log
-        _host_calls.call(self._pipeline.end, [jnp.asarray(state.run, jnp.int32)])
+        _host_results.call(self._pipeline.end, [jnp.asarray(state.run, jnp.int32)])
         raise_all(self._pipeline.name, [*errors, *(self._pipeline.settle() if waiting else [])])
 
     def __enter__(self) -> Self:
@@ -310,7 +312,7 @@ class Logger:
                     raise _errors.unreduced(key, "", axes)
         with _compat.own_transfers():
             plan, arrays = _batch.Plan.of(logs)
-            _host_calls.call(self._pipeline.target(plan), [run, *arrays])
+            _host_results.call(self._pipeline.target(plan), [run, *arrays])
 
 
 def _names(option: Any) -> Any:

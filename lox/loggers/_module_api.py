@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from lox import _compat, _errors
-from lox._engine import _host_calls
+from lox._engine import _host_results
 from lox.loggers._logger import Logger
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._run import LoggerState, Run
@@ -97,7 +97,7 @@ class SingleRuns:
         logger = self.logger()
         pipeline = logger._pipeline
         assert isinstance(pipeline, SingleRunsPipeline)
-        _host_calls.call(pipeline.end, [jnp.asarray(logger._run_of(run, "finish"), jnp.int32)])
+        _host_results.call(pipeline.end, [jnp.asarray(logger._run_of(run, "finish"), jnp.int32)])
         if _compat.is_evaluating():
             logger.flush()
 

@@ -19,7 +19,7 @@ from lox import _errors
 from lox._data import _lanes
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict, warn_of_dropped
-from lox._engine import _host_calls
+from lox._engine import _host_results
 from lox.loggers import _batch
 from lox.loggers._batch import Batch, CallJob, EndJob, Job, TapJob
 from lox.loggers._errors import ErrorLog, raise_all
@@ -159,7 +159,7 @@ class Pipeline:
         index = tuple(slice(None) if flag else None for flag in ids.flags)
         item = ids.tree.shape[sum(map(bool, ids.flags)) :]  # a state may stand for several runs
         numbers = np.broadcast_to(ids.tree[index], (*lanes, *item)).reshape(math.prod(lanes), -1)
-        numbers = numbers[_host_calls.of_all_lanes(valid, lanes)]
+        numbers = numbers[_host_results.of_all_lanes(valid, lanes)]
         self.enqueue(EndJob(tuple(dict.fromkeys(numbers.reshape(-1).tolist()))))
         return []
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lox import _errors
-from lox._engine import _select
+from lox._engine import _selection
 from lox.store import names
 from lox.store._prng_keys import words_of
 from lox.store._reader import Reader, Run, Runs, selector
@@ -39,7 +39,7 @@ def load(path: str | os.PathLike[str], key: Any = None, argnames: str | Iterable
         RunNotFoundError: The directory or the run does not exist.
         StoreError: The directory cannot be read.
     """
-    argnames = None if argnames is None else _select.names("argnames", argnames)
+    argnames = None if argnames is None else _selection.names("argnames", argnames)
     select = selector(argnames)
     reader = Reader(path)
     reader._open_for_loading()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from lox import _errors
 from lox._data import _sites
 from lox._data._logdict import logdict
-from lox._engine import _select
+from lox._engine import _selection
 from lox.store import _from_rows, _open
 from lox.store._catalog import Catalog, Record
 from lox.store._from_rows import Chunks, Select
@@ -266,7 +266,7 @@ class Reader:
         if argnames is not None:
             segments = [segment for group in self._by_group(records) for segment in group.segments.values()]
             known = dict.fromkeys(key.name for segment in segments if segment.schema for key in segment.schema.keys)
-            if text := _select.unmatched("argnames", _select.names("argnames", argnames), known):
+            if text := _selection.unmatched("argnames", _selection.names("argnames", argnames), known):
                 _sites.warn(text)
 
 
@@ -286,5 +286,5 @@ def selector(argnames: str | Iterable[str] | None) -> Select:
     """Return a predicate for the keys to load: names or globs, as for `spool`; None is all."""
     if argnames is None:
         return lambda key: True
-    patterns = _select.names("argnames", argnames)
+    patterns = _selection.names("argnames", argnames)
     return lambda key: any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

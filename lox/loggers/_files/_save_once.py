@@ -11,7 +11,7 @@ from lox import _compat
 from lox._data import _arrays, _lanes
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
-from lox._engine import _host_calls
+from lox._engine import _host_results
 from lox._engine._primitive import as_array
 from lox.loggers._run import ConfigPlan
 from lox.store._catalog import check_mode
@@ -99,7 +99,7 @@ def _save_in_program(logs: logdict, path: str | os.PathLike[str], key: Any, mode
                 _write(writer, valid_lanes, key_impl, mode)
         return []
 
-    _host_calls.call(write, [*values, *words, *arrays])
+    _host_results.call(write, [*values, *words, *arrays])
 
 
 def _is_prng_key(x: Any) -> bool:
