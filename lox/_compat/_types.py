@@ -269,9 +269,14 @@ def is_prng_key(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def prng_impl(dtype: Any) -> str:
+    """The name of the implementation of PRNG keys of this dtype, registered with JAX or not."""
+    return dtype._impl.name
+
+
 def map_words(fun: Any, prng_keys: Any) -> Any:
     """Apply `fun` to the words of PRNG keys."""
-    return jax.random.wrap_key_data(fun(jax.random.key_data(prng_keys)), impl=prng_keys.dtype._impl.name)
+    return jax.random.wrap_key_data(fun(jax.random.key_data(prng_keys)), impl=prng_impl(prng_keys.dtype))
 
 
 def zeros_of(aval: Any) -> Any:
@@ -281,7 +286,7 @@ def zeros_of(aval: Any) -> Any:
     """
     if is_prng_key(aval.dtype):
         words = jax.numpy.zeros((*aval.shape, *aval.dtype._impl.key_shape), np.uint32)
-        return with_varying_axes_of(jax.random.wrap_key_data(words, impl=aval.dtype._impl.name), aval)
+        return with_varying_axes_of(jax.random.wrap_key_data(words, impl=prng_impl(aval.dtype)), aval)
     sharding = explicit_sharding(aval)
     if sharding is not None and jax.sharding.get_abstract_mesh().empty:
         # A type knows its mesh, but making an array needs a current mesh. Outside of jit it needs the devices too,

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _errors
+from lox import _compat, _errors
 from lox._data import _arrays
 from lox.store import _dtypes, names
 
@@ -56,5 +56,4 @@ def words_of(prng_key: Any) -> tuple[np.ndarray[Any, Any], str]:
 
 def impl_name(prng_key: Any) -> str:
     """Return the name of the implementation of a typed PRNG key."""
-    impl = jax.random.key_impl(prng_key)
-    return impl if isinstance(impl, str) else prng_key.dtype._impl.name
+    return _compat.prng_impl(prng_key.dtype)
