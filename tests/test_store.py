@@ -19,7 +19,7 @@ from exact import boolean, f32, i32, same
 from optional import devices
 
 import lox
-from lox.store import KeyData, Reader, Writer, names
+from lox.store import KeyData, Reader, Writer, _from_rows, names
 from lox.store._catalog import resolve
 from lox.store._group import Entry
 
@@ -416,6 +416,20 @@ def test_1024_lanes(tmp_path):
     same(stacked["c"]["e"], np.broadcast_to(i32(range(steps)), (lanes, steps)))
     assert int(stacked.valid["sometimes"].sum()) == int(expected.valid["sometimes"].sum())
     same(stacked.lane(77), expected.lane(77))
+
+
+def test_runs_that_are_alike_are_not_compared_with_each_other(tmp_path, monkeypatch):
+    lanes = 64
+    prng_keys = jax.random.split(jax.random.key(0), lanes)
+    with Writer(tmp_path) as writer:
+        runs = writer.open_runs(key_data=jax.random.key_data(prng_keys), key_impl="threefry2x32")
+        values = np.arange(lanes * 3, dtype=np.float32).reshape(lanes, 3)
+        writer.append(runs, lox.logdict.from_arrays({"x": values.T}, steps={"step": i32(range(3))}, lanes=1))
+    compared = []
+    fit = _from_rows._fit
+    monkeypatch.setattr(_from_rows, "_fit", lambda *chunks: compared.append(chunks) or fit(*chunks))
+    same(lox.load(tmp_path, prng_keys)["x"], values)
+    assert len(compared) < lanes
 
 
 # --- names ---

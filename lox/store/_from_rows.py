@@ -151,14 +151,25 @@ def join(chunks: list[Chunk]) -> Chunk:
 def apart(chunks: list[Chunk]) -> list[list[Chunk]]:
     """Group the events of one key that fit into one array."""
     kinds: list[list[Chunk]] = []
+    models: list[dict[Any, Chunk]] = []  # of each kind, one chunk of each form: a thousand runs are mostly alike
     for chunk in chunks:
-        for kind in kinds:
-            if all(_fit(chunk, other) for other in kind):
-                kind.append(chunk)
-                break
-        else:
-            kinds.append([chunk])
+        form = _form(chunk)
+        fitting = (n for n, m in enumerate(models) if form in m or all(_fit(chunk, model) for model in m.values()))
+        n = next(fitting, len(kinds))
+        if n == len(kinds):
+            kinds.append([])
+            models.append({})
+        kinds[n].append(chunk)
+        models[n].setdefault(form, chunk)
     return kinds
+
+
+def _form(chunk: Chunk) -> Any:
+    """Everything that decides what a chunk fits to."""
+    series = chunk.series
+    lanes = [x and _lanes.lanes_of(x, 1) for x in (*series.values, series.valid)]
+    steps = [(name, _lanes.lanes_of(x, 1)) for name, x in sorted(series.steps.items())]
+    return chunk.impls, series.treedef, tuple(x.item_shape(1) for x in series.values), *lanes, *steps
 
 
 def _fit(a: Chunk, b: Chunk) -> bool:
