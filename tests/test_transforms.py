@@ -14,7 +14,7 @@ import pytest
 from exact import f32, same
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching, mlir, xla
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optional import devices
@@ -556,7 +556,7 @@ def test_no_rule_counts_too_few_events(name: str) -> None:
     assert tally.count == events if tally.exact else tally.count >= events
 
 
-def twice_primitive(name: str) -> Any:
+def twice_primitive(name: str, eager: str) -> Any:
     """A primitive that runs a jaxpr two times, one after the other."""
     twice_p = jax.extend.core.Primitive(name)
     twice_p.multiple_results = True
@@ -565,7 +565,8 @@ def twice_primitive(name: str) -> Any:
         run = jax.extend.core.jaxpr_as_fun(jaxpr)
         return run(*run(*args))
 
-    twice_p.def_impl(impl)
+    if eager != "none":
+        twice_p.def_impl(impl if eager == "own" else functools.partial(xla.apply_primitive, twice_p))
     twice_p.def_effectful_abstract_eval(lambda *args, jaxpr: (jaxpr.out_avals, jaxpr.effects))
     mlir.register_lowering(twice_p, mlir.lower_fun(impl, multiple_results=True))
 
@@ -582,10 +583,11 @@ def doubled(x: Any) -> Any:
     return x * 2
 
 
+@pytest.mark.parametrize("eager", ["own", "as JAX", "none"])
 @pytest.mark.parametrize("name", ["twice", "closed_call", "scan"])
-def test_a_rule_for_a_primitive_of_ones_own(name: str) -> None:
+def test_a_rule_for_a_primitive_of_ones_own(name: str, eager: str) -> None:
     """It has none at first, even if one of JAX's primitives has the same name."""
-    twice_p = twice_primitive(name)
+    twice_p = twice_primitive(name, eager)
 
     def f(x: Any) -> Any:
         return twice_p.bind(x, jaxpr=jax.make_jaxpr(doubled)(1.0))[0]

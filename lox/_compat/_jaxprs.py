@@ -213,11 +213,22 @@ def is_jax_own(fun: Any) -> bool:
 
 @functools.cache
 def is_jax_own_primitive(primitive: Any) -> bool:
-    """Whether a primitive is JAX's, or lox's: by the module of what it does outside of jit, if it does anything."""
-    impl = inspect.unwrap(primitive.impl)
-    while isinstance(impl, functools.partial):
-        impl = inspect.unwrap(impl.func)
-    return impl.__module__.split(".")[0] in ("jax", "lox")
+    """Whether a primitive is JAX's, or lox's: by the modules of what evaluates it, in numbers and in types.
+
+    Both, because others may evaluate theirs as JAX does, by `apply_primitive`, or not at all.
+    """
+    return all(_package_of(fun) in ("jax", "lox") for fun in (primitive.impl, primitive.abstract_eval))
+
+
+def _package_of(fun: Any) -> str:
+    while True:
+        fun = inspect.unwrap(fun)
+        if isinstance(fun, functools.partial):
+            fun = fun.func
+        elif getattr(fun, "__code__", None) is WITHOUT_EFFECTS:  # which holds the function that was given
+            fun = fun.__closure__[0].cell_contents
+        else:
+            return fun.__module__.split(".")[0]
 
 
 def has_logs(jaxpr: Any) -> bool:
