@@ -69,12 +69,17 @@ def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
 mlir.register_lowering(log_p, _lower, cacheable=False)
 
 
-def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:
+def with_lane(axis_data: Any, operands: Any, dims: Any, meta: Meta) -> tuple[list[Any], Meta]:
+    """The operands and static part of an event in another, outermost vmap."""
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     lane = flag_of(axis_data)
     flags = tuple((d is not None and lane, *f) for d, f in zip(dims, meta.flags, strict=True))
-    log_p.bind(*moved, meta=dataclasses.replace(meta, flags=flags))
-    return [], []
+    return moved, dataclasses.replace(meta, flags=flags)
+
+
+def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:
+    moved, meta = with_lane(axis_data, operands, dims, meta)
+    return log_p.bind(*moved, meta=meta), []
 
 
 # The fancy table, because its rules are called even when no operand is batched: the event still has the lane.

@@ -193,8 +193,8 @@ def _high(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
 @rule(_compat.LOG_GRAD_NAME)
 def _log_grad(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
     """Treat it as a derivative rule: it logs when the function is differentiated from outside."""
-    handler, event = frame.handler.for_rules(), params["event"]
-    if not handler.wants(event, frame.eqn_scope):
-        return args[: event.treedef.num_leaves]
-    seen = event.seen or isinstance(handler, MarkSeen)
-    return primitive.bind(*args, event=dataclasses.replace(event, seen=seen))
+    handler, meta = frame.handler.for_rules(), params["meta"]
+    if not handler.wants(meta, frame.eqn_scope):
+        return args[: meta.treedefs[0].num_leaves]
+    seen = meta.seen or isinstance(handler, MarkSeen)
+    return primitive.bind(*args, meta=dataclasses.replace(meta, seen=seen))
