@@ -12,7 +12,7 @@ import pytest
 
 import lox
 from lox._data import _html
-from lox._data._png import png
+from lox._data._image import png
 
 
 def f(x):

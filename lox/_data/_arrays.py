@@ -86,9 +86,7 @@ def cast(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-@jax.jit
-def _copy(x: Any) -> Any:
-    return jnp.copy(x)
+_copy = jax.jit(jnp.copy)
 
 
 def owned(arrays: list[Any]) -> list[Any]:

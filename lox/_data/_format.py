@@ -56,8 +56,8 @@ def _value(value: Any, valid: Any = None) -> str:
             return f"{type(value).__name__}({inner})"
         inner = ", ".join(_value(v, valid) for v in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
-    if isinstance(value, _compat.Tracer) or _is_prng_key(value):
-        return _type(value)
+    if isinstance(value, _compat.Tracer) or (hasattr(value, "dtype") and _arrays.is_prng_key(value.dtype)):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if hasattr(value, "dtype") or np.isscalar(value):
         return _array(np.asarray(value), None if valid is None or _is_abstract(valid) else np.asarray(valid))
     if isinstance(value, Histogram | Image) or jax.tree_util.all_leaves([value]):
@@ -73,14 +73,6 @@ class _Text:
         return _value(self._value)
 
 
-def _is_prng_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and _arrays.is_prng_key(x.dtype)
-
-
-def _type(x: Any) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
-
-
 def _array(array: np.ndarray, valid: np.ndarray | None, size: int | None = None) -> str:
     if valid is not None and valid.ndim == 0:
         if not valid:
@@ -90,13 +82,9 @@ def _array(array: np.ndarray, valid: np.ndarray | None, size: int | None = None)
         return str(array[()])
     size = array.size if size is None else size
     indices = range(len(array))
-    text = [_array(array[i], None if valid is None else valid[i], size) for i in _shown(indices, size)]
-    if len(text) < len(indices):
+    many = size >= _MANY and len(array) > 2 * _EDGE
+    shown = [*indices[:_EDGE], *indices[-_EDGE:]] if many else indices
+    text = [_array(array[i], None if valid is None else valid[i], size) for i in shown]
+    if many:
         text.insert(_EDGE, "...")
     return f"[{', '.join(text)}]"
-
-
-def _shown(indices: range, size: int) -> list[int]:
-    if size < _MANY or len(indices) <= 2 * _EDGE:
-        return list(indices)
-    return [*indices[:_EDGE], *indices[-_EDGE:]]

@@ -7,6 +7,7 @@ carry of a loop, and only a few hundred numbers are transferred, however large t
 
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,7 +100,9 @@ class Histogram:
         if not leaves:
             raise _errors.LogTypeError(f"`lox.Histogram` got {values!r}, which holds no array.")
         parts = [_count(x, self._edges) for x in leaves]
-        self.counts, self.nonfinite, self.sum, self.sum_squares = [_add(*field) for field in zip(*parts, strict=True)]
+        self.counts, self.nonfinite, self.sum, self.sum_squares = [
+            functools.reduce(operator.add, field) for field in zip(*parts, strict=True)
+        ]
 
     @property
     def edges(self) -> np.ndarray:
@@ -109,15 +112,16 @@ class Histogram:
     @property
     def mean(self) -> Any:
         """The mean of the values; NaN if there are none. Needs concrete arrays, so it fails under `jit`."""
-        total, n = np.asarray(self.sum, np.float64), np.asarray(self.counts, np.float64).sum(-1)
-        return np.divide(total, n, out=np.full(np.shape(n), np.nan), where=n > 0)[()]
+        return self._per_value(self.sum)[()]
 
     @property
     def std(self) -> Any:
         """The standard deviation of the values. Needs concrete arrays, so it fails under `jit`."""
-        squares, n = np.asarray(self.sum_squares, np.float64), np.asarray(self.counts, np.float64).sum(-1)
-        mean_square = np.divide(squares, n, out=np.full(np.shape(n), np.nan), where=n > 0)
-        return np.sqrt(np.maximum(mean_square - np.square(self.mean), 0))[()]
+        return np.sqrt(np.maximum(self._per_value(self.sum_squares) - np.square(self.mean), 0))[()]
+
+    def _per_value(self, total: Any) -> np.ndarray:
+        total, n = np.asarray(total, np.float64), np.asarray(self.counts, np.float64).sum(-1)
+        return np.divide(total, n, out=np.full(np.shape(n), np.nan), where=n > 0)
 
     def __add__(self, other: "Histogram") -> "Histogram":
         if not isinstance(other, Histogram):
@@ -219,12 +223,6 @@ def _count(x: Any, edges: Edges) -> tuple[Any, Any, Any, Any]:
     counts = jnp.zeros(bins, jnp.int32).at[jnp.clip(index, 0, bins - 1)].add(finite.astype(jnp.int32))
     nonfinite = jnp.sum(~finite, dtype=jnp.int32)
     return counts.astype(jnp.float32), nonfinite.astype(jnp.float32), jnp.sum(x), jnp.sum(x * x)
-
-
-def _add(first: Any, *rest: Any) -> Any:
-    for x in rest:
-        first = first + x
-    return first
 
 
 def few_bins(histogram: Histogram, most: int) -> tuple[list[float], list[float]]:

@@ -15,8 +15,7 @@ import numpy as np
 from lox import _compat
 from lox._data import _dataframe
 from lox._data._histogram import Histogram, few_bins
-from lox._data._image import Image
-from lox._data._png import png
+from lox._data._image import Image, png
 
 if TYPE_CHECKING:
     from lox._data._dataframe import Column
@@ -37,18 +36,15 @@ def to_html(logs: "logdict") -> str:
     columns = [column for column in columns if media.get(column.name, column) is not None]
     rows = [_media_row(c, *media[c.name]) if c.name in media else _row(c) for c in columns[:_ROWS]]
     more = f"<caption style='caption-side:bottom'>and {len(columns) - _ROWS} more</caption>"
+    names = ("key", "events", "type", "last", "range", "")
+    header = "".join(f"<th style='{_CELL.format('left')};opacity:.6'>{name}</th>" for name in names)
     return (
         "<table style='border-collapse:collapse;font-size:90%;border:none'>"
         + (more if len(columns) > _ROWS else "")
-        + _header("key", "events", "type", "last", "range", "")
+        + f"<thead><tr>{header}</tr></thead>"
         + "".join(rows)
         + "</table>"
     )
-
-
-def _header(*names: str) -> str:
-    cells = "".join(f"<th style='{_CELL.format('left')};opacity:.6'>{name}</th>" for name in names)
-    return f"<thead><tr>{cells}</tr></thead>"
 
 
 def _row(column: "Column") -> str:
@@ -134,10 +130,7 @@ def bars(counts: list[float], edges: list[float]) -> str:
         f"fill='{_COLOUR}'/>"
         for n, height in enumerate(heights)
     ]
-    return (
-        f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' style='display:block' role='img' "
-        f"aria-label='histogram'>{''.join(shapes)}</svg>"
-    )
+    return _svg("histogram", "".join(shapes))
 
 
 def _numbers(column: "Column") -> np.ndarray:
@@ -158,9 +151,8 @@ def _by_lane(column: "Column") -> tuple[int, int]:
 
 def _count(column: "Column") -> str:
     counts = column.valid.sum(-1).reshape(-1)
-    if not len(counts) or counts.min() == counts.max():
-        return f"{int(counts[0]):,}" if len(counts) else "0"
-    return f"{int(counts.min()):,} – {int(counts.max()):,}"
+    ends = dict.fromkeys([int(counts.min()), int(counts.max())]) if len(counts) else [0]
+    return " – ".join(f"{n:,}" for n in ends)
 
 
 def _last(numbers: np.ndarray, valid: np.ndarray) -> str:
@@ -209,7 +201,9 @@ def curve(numbers: np.ndarray) -> str:
         outline = points(high[pick], xs) + " " + points(low[pick][::-1], xs[::-1])
         shade = f"<polygon points='{outline}' fill='{_COLOUR}' fill-opacity='.2'/>"
     line = f"<polyline points='{points(mean[pick], xs)}' fill='none' stroke='{_COLOUR}' stroke-width='1.5'/>"
-    return (
-        f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' style='display:block' role='img' "
-        f"aria-label='curve'>{shade}{line}</svg>"
-    )
+    return _svg("curve", shade + line)
+
+
+def _svg(label: str, shapes: str) -> str:
+    size = f"width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}'"
+    return f"<svg {size} style='display:block' role='img' aria-label='{label}'>{shapes}</svg>"

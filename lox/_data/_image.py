@@ -1,5 +1,7 @@
-"""`lox.Image`: an array that loggers show as a picture."""
+"""`lox.Image`: an array that loggers show as a picture, and its form in files."""
 
+import struct
+import zlib
 from typing import Any
 
 import jax
@@ -8,7 +10,7 @@ import numpy as np
 
 from lox import _compat, _errors
 
-_CHANNELS = (1, 3, 4)
+_COLOUR_TYPES = {1: 0, 3: 2, 4: 6}  # of PNG, by the number of channels
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -40,7 +42,7 @@ class Image:
         x = pixels if isinstance(pixels, jax.Array) else np.asarray(pixels)
         if x.ndim == 2:
             x = x[..., None]
-        if x.ndim != 3 or x.shape[-1] not in _CHANNELS or 0 in x.shape:
+        if x.ndim != 3 or x.shape[-1] not in _COLOUR_TYPES or 0 in x.shape:
             raise _errors.LogTypeError(
                 f"`lox.Image` got an array of shape {np.shape(pixels)}: it takes (height, width) or "
                 "(height, width, channels) with 1, 3 or 4 channels. Log several pictures under a key each."
@@ -75,3 +77,17 @@ class Image:
         *lead, height, width, channels = self.pixels.shape
         several = f", {tuple(lead)} of them" if lead else ""
         return f"Image({height}×{width}, {channels} channel{'s' * (channels > 1)}{several})"
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Encode bytes `(height, width, channels)` as a PNG file."""
+    height, width, channels = pixels.shape
+    lines = np.ascontiguousarray(pixels, np.uint8).reshape(height, width * channels)
+    unfiltered = np.concatenate([np.zeros((height, 1), np.uint8), lines], axis=1)  # a line begins with its filter
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPES[channels], 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(unfiltered.tobytes())), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

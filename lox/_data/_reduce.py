@@ -51,11 +51,11 @@ class Reduction:
     counted: bool = False
 
 
-def _wide(x: Any) -> Any:
-    """Cast to at least float32, so that sums of small floats lose no bits; integers become floats as in `jnp.mean`."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x.astype(jnp.mean(jnp.zeros(1, x.dtype)).dtype)
-    return x.astype(_arrays.wide_float(x.dtype))
+def _floating(x: Any) -> Any:
+    """The dtype of the mean: integers become floats as in `jnp.mean`."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.dtype
+    return np.dtype(np.float64 if x.dtype.itemsize == 8 else np.float32)
 
 
 # Sums are compensated: the low-order bits that an addition loses are kept separately and added at the end. A plain
@@ -83,9 +83,7 @@ def _finite(x: Any) -> Any:
 
 
 def _sum_init(x: Any) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return (*[_wide(x)] * 2, x)
-    return (x.astype(_sum_dtype(x.dtype)),)
+    return _mean_init(x) if jnp.issubdtype(x.dtype, jnp.inexact) else (x.astype(_sum_dtype(x.dtype)),)
 
 
 def _sum_dtype(dtype: Any) -> Any:
@@ -118,17 +116,10 @@ def promoted(reduction: Reduction, state: Any, fresh: Any) -> Any:
     return jax.tree.map(lambda x, y: x.astype(y.dtype), state, fresh)
 
 
-def _mean_dtype(x: Any) -> Any:
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.mean(x[None], 0).dtype
-
-
 def _mean_init(x: Any) -> Any:
-    zero = _wide(x.astype(_mean_dtype(x)))
-    return zero, zero, x.astype(_mean_dtype(x))
-
-
-def _mean_update(state: Any, x: Any) -> Any:
-    return (*_add(state[:2], x.astype(state[0].dtype)), state[2])
+    model = x.astype(_floating(x))
+    zero = model.astype(_arrays.wide_float(model.dtype))
+    return zero, zero, model
 
 
 def _mean_finish(state: Any, count: Any) -> Any:
@@ -136,9 +127,9 @@ def _mean_finish(state: Any, count: Any) -> Any:
 
 
 def _weighted_init(x: Any) -> Any:
-    zero = _wide(x.astype(_mean_dtype(x)))
+    zero, _, model = _mean_init(x)
     weight = jnp.zeros((), jnp.real(zero).dtype)
-    return (zero, zero), (weight, weight), x.astype(_mean_dtype(x))
+    return (zero, zero), (weight, weight), model
 
 
 def _weighted_update(state: Any, x: Any, weight: Any) -> Any:
@@ -171,9 +162,9 @@ def with_weights(state: Any, count: Any) -> Any:
 # Welford's recurrence. The low-order bits of the mean are kept separately, so that deviations are exact even where the
 # mean is much larger than the spread; a mean rounded to float32 would cost half of the digits.
 def _var_init(x: Any) -> Any:
-    zero = _wide(x.astype(_mean_dtype(x)))
+    zero, _, model = _mean_init(x)
     square = jnp.real(zero)
-    return (zero, zero), (square, square), jnp.zeros((), jnp.int32), x.astype(_mean_dtype(x))
+    return (zero, zero), (square, square), jnp.zeros((), jnp.int32), model
 
 
 def _var_update(state: Any, x: Any) -> Any:
@@ -217,7 +208,7 @@ def _is_signed(dtype: Any) -> bool:
 
 
 _REDUCTIONS = {
-    "mean": Reduction(_mean_init, _mean_update, _mean_finish, "mean", counted=True),
+    "mean": Reduction(_mean_init, _sum_update, _mean_finish, "mean", counted=True),
     "sum": Reduction(_sum_init, _sum_update, _sum_finish, "sum"),
     "min": _extreme("min", jnp.minimum, _highest),
     "max": _extreme("max", jnp.maximum, _lowest),
@@ -259,10 +250,9 @@ def over_events(reduction: Reduction, x: Laned, valid: Laned | None, axis: int) 
     They are all in memory, so no loop is needed; the results are those of the streaming reductions up to rounding.
     """
     with jax.numpy_dtype_promotion("standard"):
-        if reduction.name in ("first", "last") and _arrays.is_prng_key(x.tree.dtype):
-            words = lambda data: _over_events(reduction, Laned(data, x.flags), valid, axis, _arrays.missing_value)  # noqa: E731
-            return _compat.map_words(words, x.tree)
-        return _over_events(reduction, x, valid, axis, _arrays.missing_value)
+        over = lambda data: _over_events(reduction, Laned(data, x.flags), valid, axis, _arrays.missing_value)  # noqa: E731
+        by_words = reduction.name in ("first", "last") and _arrays.is_prng_key(x.tree.dtype)
+        return _compat.map_words(over, x.tree) if by_words else over(x.tree)
 
 
 def last_event(x: Laned, valid: Laned | None, axis: int) -> Any:
@@ -298,12 +288,6 @@ def _over_events(reduction: Reduction, x: Laned, valid: Laned | None, axis: int,
 
 def _only(xp: Any, x: Any, valid: Any, otherwise: Any) -> Any:
     return xp.where(valid, x, xp.asarray(otherwise, x.dtype))
-
-
-def _floating(x: Any) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return x.dtype
-    return np.dtype(np.float64 if x.dtype.itemsize == 8 else np.float32)
 
 
 def _over_sum(xp: Any, x: Any, valid: Any, count: Any, axis: int) -> Any:

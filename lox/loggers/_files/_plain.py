@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 from lox import _errors
-from lox._data._png import png
+from lox._data._image import png
 from lox.loggers._files._rows import Labels, strict_json
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run

@@ -9,7 +9,7 @@ import numpy as np
 
 from lox import _errors
 from lox._data._histogram import Histogram
-from lox._data._png import png
+from lox._data._image import png
 from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Names, Run
 from lox.loggers._trackers._clients import client

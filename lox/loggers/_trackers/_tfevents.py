@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from lox._data._histogram import Histogram
-from lox._data._png import png
+from lox._data._image import png
 
 # --- CRC-32C --------------------------------------------------------------------------------------
 
