@@ -10,7 +10,6 @@ from lox._compat._lowering import *
 from lox._compat._modes import *
 from lox._compat._parameters import *
 from lox._compat._patches import *
-from lox._compat._primals import *
 from lox._compat._shards import *
 from lox._compat._traces import *
 from lox._compat._types import *

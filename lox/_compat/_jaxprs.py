@@ -47,11 +47,6 @@ def out_avals(jaxpr: Any) -> list[Any]:
     return [v.aval for v in split_jaxpr(jaxpr)[0].outvars]
 
 
-def shape_of(var: Any) -> tuple[int, ...]:
-    """The shape of a variable or literal."""
-    return var.aval.shape
-
-
 def without_consts(closed: Any) -> tuple[Any, list[Any]]:
     """A jaxpr that takes its constants as leading arguments, as remat needs it, and those constants."""
     if MERGED_JAXPR:
@@ -170,14 +165,8 @@ def _functions_in(params: dict[str, Any]) -> list[Any]:
 
 LOG_NAME = "lox_log"
 LOG_GRAD_NAME = "lox_log_grad"
-_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 _JAX_HOME = os.path.dirname(jax.__file__)
 _seen: Any = weakref.WeakKeyDictionary()
-
-
-def is_custom_call(primitive: Any) -> bool:
-    """Whether the primitive calls a function with a custom derivative rule."""
-    return primitive.name in _CUSTOM_CALLS
 
 
 def _concerns(jaxpr: Any) -> tuple[bool, bool]:
@@ -193,7 +182,8 @@ def _concerns(jaxpr: Any) -> tuple[bool, bool]:
 def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple[bool, bool]:
     logs = log_effect in effects or hidden_log(primitive, params) is not None
     logs = logs or log_effect in getattr(params.get("exported"), "unordered_effects", ())  # of `jax.export`
-    rules = is_custom_call(primitive) and not _is_jax_own(params.get("call_jaxpr"))
+    # The derivative rules of JAX's own functions (relu, logsumexp, ...) never log: no need to wrap them.
+    rules = primitive.name in ("custom_jvp_call", "custom_vjp_call") and not is_jax_own(params.get("call_jaxpr"))
     rules = rules or primitive.name in (LOG_GRAD_NAME, "remat_opt")
     for jaxpr in sub_jaxprs(params):
         sub_logs, sub_rules = _concerns(jaxpr)
@@ -201,13 +191,9 @@ def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple
     return logs, rules
 
 
-def _is_jax_own(call_jaxpr: Any) -> bool:
-    # The derivative rules of JAX's own functions (relu, logsumexp, ...) never log: no need to wrap them.
-    return call_jaxpr is not None and is_jax_own(split_jaxpr(call_jaxpr)[0])
-
-
 def is_jax_own(fun: Any) -> bool:
     """Whether a function, or what was traced from one, is part of JAX."""
+    fun = split_jaxpr(fun)[0] if is_jaxpr(fun) else fun
     return _JAX_HOME in (getattr(getattr(fun, "debug_info", None), "func_src_info", "") or "")
 
 
@@ -372,15 +358,15 @@ def equation_context(eqn: Any) -> Any:
 SCOPE = "lox:"  # marks the named scopes of JAX that `lox.scope` has opened
 
 
-def scope_names(name_stack: Any) -> list[str]:
-    """The names of lox's scopes in a name stack, outermost first."""
+def scopes_in(name_stack: Any) -> str:
+    """The names of lox's scopes in a name stack, outermost first, as a prefix of keys."""
     names = [getattr(entry, "name", "") for entry in name_stack.stack]
-    return [name.removeprefix(SCOPE) for name in names if name.startswith(SCOPE)]
+    return "".join(f"{name.removeprefix(SCOPE)}/" for name in names if name.startswith(SCOPE))
 
 
-def open_scopes() -> list[str]:
-    """The names of lox's scopes that are open right now; tracing the body of a primitive starts with none."""
-    return scope_names(source_info_util.current_name_stack())
+def open_scopes() -> str:
+    """The same for the scopes that are open right now; tracing the body of a primitive starts with none."""
+    return scopes_in(source_info_util.current_name_stack())
 
 
 def operands_of(params: dict[str, Any], args: Any) -> list[Any]:

@@ -2,7 +2,10 @@
 
 import contextlib
 import inspect
+import itertools
 import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import jax
@@ -39,9 +42,12 @@ def in_python_loop(outermost: Any) -> bool:
     """
     if not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         return False
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not outermost:
-        if frame.f_code in _LOOPS:
-            return True
+    inside = itertools.takewhile(lambda frame: frame.f_code is not outermost, stack(sys._getframe(1)))
+    return any(frame.f_code in _LOOPS for frame in inside)
+
+
+def stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that have called it."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return False

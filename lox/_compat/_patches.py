@@ -26,18 +26,20 @@ import jax.core
 from jax._src import core as _core
 from jax._src import pjit, sharding_impls
 from jax._src.dispatch import runtime_tokens as _runtime_tokens
-from jax._src.interpreters import ad, partial_eval
+from jax._src.interpreters import ad as internal_ad
 from jax._src.interpreters import mlir as internal_mlir
+from jax._src.interpreters import partial_eval
 from jax._src.lax.control_flow import loops
 from jax.extend import core as jex_core
-from jax.interpreters import batching
+from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
 from lox._compat._effects import log_effect, order_effect
 from lox._compat._jaxprs import LogMark, first_log, is_jax_own, out_avals
-from lox._compat._modes import own_transfers
+from lox._compat._modes import own_transfers, stack
 from lox._compat._parameters import wrap_rule
 from lox._compat._traces import Var, set_current_trace, underneath
+from lox._compat._types import zeros_of
 
 
 class _CoreForMeshes:
@@ -143,7 +145,7 @@ def wrap_vjp_rules(wrap: Any) -> None:
     These two methods are the one place where both rules are at hand, whether the function is called at once, from a jit
     or from a jaxpr; a jaxpr has the forward rule as a thunk, and the backward rule is called when it is transposed.
     """
-    for trace in (ad.JVPTrace, ad.LinearizeTrace):
+    for trace in (internal_ad.JVPTrace, internal_ad.LinearizeTrace):
         trace.process_custom_vjp_call = _with_wrapped_rules(trace.process_custom_vjp_call, wrap)
 
 
@@ -186,12 +188,7 @@ _HOISTERS = {loops._scan_known_hoisting.__code__, loops._scan_partial_eval_custo
 
 def is_hoisting() -> bool:
     """Whether JAX is about to move loop-invariant equations out of their loop."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code in _HOISTERS:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code in _HOISTERS for frame in stack(sys._getframe(2)))
 
 
 def keep_in_loop(primitive: Any) -> None:
@@ -272,6 +269,27 @@ def run_in_forward_pass(primitive: Any, stand_in: Any = None) -> None:
             (),
             lambda res, *args: [] if stand_in is None else [args[0]],
         )
+
+
+def report_primals(primitive: Any, stand_in: Any = None) -> None:
+    """Let a primitive of lox have its effect exactly once, where the program computes its primal values.
+
+    For `stand_in` see `run_in_forward_pass`.
+    """
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        del tangents
+        outs = primitive.bind(*primals, **params)
+        return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+
+    def jet(primals: Any, series: Any, **params: Any) -> Any:
+        outs = primitive.bind(*primals, **params)
+        return outs, [[zeros_of(jax.typeof(x))] * len(series[0]) for x in outs]
+
+    ad.primitive_jvps[primitive] = jvp
+    primitive.jet_rule = jet
+    keep_in_loop(primitive)
+    run_in_forward_pass(primitive, stand_in)
 
 
 def allow_order_with_offloading() -> None:

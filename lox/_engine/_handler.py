@@ -175,11 +175,11 @@ class Frame:
         self.eqn_scope = scope
         self.logged: Logged | None = None  # all logs, selected or not, if there are names to check
         self.has_rules = False  # whether there are derivative rules, which may log too
-        self._scopes = len(_compat.open_scopes())
+        self._outer = len(_compat.open_scopes())
 
     def here(self) -> str:
         """The scopes that are open now, as a prefix of keys."""
-        return self.scope + "".join(f"{name}/" for name in _compat.open_scopes()[self._scopes :])
+        return self.scope + _compat.open_scopes()[self._outer :]
 
     def block(self, state: Any, unbounded: bool = False, decision: Any = None) -> "Frame":
         """A frame for a block inside this one, which runs depending on a value of the type `decision`."""
@@ -289,7 +289,7 @@ def failing_at_once() -> Iterator[None]:
 
 def scope_of(eqn: Any, scope: str) -> str:
     """The scopes around an equation whose jaxpr is in `scope`."""
-    return scope + "".join(f"{name}/" for name in _compat.scope_names(eqn.source_info.name_stack))
+    return scope + _compat.scopes_in(eqn.source_info.name_stack)
 
 
 _logged: Any = weakref.WeakKeyDictionary()

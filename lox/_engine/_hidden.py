@@ -45,7 +45,7 @@ def pass_on(primitive: Any, args: Any, params: dict[str, Any]) -> Any:
 
 def check(mark: LogMark, frame: FrameType) -> None:
     """Raise if the log that is run or traced here, in Python, is hidden from a surrounding transformation."""
-    frames = iter(_frames(frame))
+    frames = _compat.stack(frame)
     for frame in frames:
         if frame.f_code is _TRANSFORMING:
             return  # nothing in between could hide the log from the transformation
@@ -58,12 +58,6 @@ def check(mark: LogMark, frame: FrameType) -> None:
             if primitive is not None:
                 _compat.note_hidden(primitive, params, mark)
             return
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def check_log(mark: LogMark, frame: FrameType) -> None:

@@ -107,7 +107,7 @@ def _is_of_any_lane(jaxpr: Any, var: Any) -> bool:
             return False
         seen.add((var, alike))
         if eqn.primitive.name == _ANY_LANE:
-            return alike and not _compat.shape_of(eqn.invars[0])  # else an inner vmap has masked the lanes
+            return alike and not eqn.invars[0].aval.shape  # else an inner vmap has masked the lanes
         alike = alike or eqn.primitive.name == _ALIKE
         return any(behind(v, alike) for v in eqn.invars)
 
@@ -130,7 +130,7 @@ def lane_condition(jaxpr: Any, var: Any) -> Callable[..., Any] | None:
     eqns = []
     for eqn in opened.eqns:
         invars = [alone(v) for v in eqn.invars]
-        if eqn.primitive.name in (_ANY_LANE, _ALIKE) and not _compat.shape_of(invars[0]):
+        if eqn.primitive.name in (_ANY_LANE, _ALIKE) and not invars[0].aval.shape:
             names[eqn.outvars[0]] = invars[0]
         else:
             eqns.append(eqn.replace(invars=invars))

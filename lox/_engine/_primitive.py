@@ -45,8 +45,7 @@ def _impl(*operands: Any, meta: Meta) -> list[Any]:
     return []
 
 
-def _to_sink(meta: Meta, operands: Any, scopes: list[str]) -> None:
-    scope = "".join(f"{name}/" for name in scopes)
+def _to_sink(meta: Meta, operands: Any, scope: str) -> None:
     _emit.emit(_sink.deliver, Event.from_operands(meta, operands, scope).in_scope())
 
 
@@ -56,10 +55,10 @@ def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
         return []
     if _compat.is_exporting(ctx):
         raise _errors.exported(meta.keys, meta.site)
-    scopes = _compat.scope_names(ctx.name_stack)
+    scope = _compat.scopes_in(ctx.name_stack)
 
     def to_sink(*operands: Any) -> list[Any]:
-        _to_sink(meta, operands, scopes)
+        _to_sink(meta, operands, scope)
         return []
 
     return mlir.lower_fun(to_sink, multiple_results=True)(ctx, *operands)
