@@ -34,46 +34,36 @@ from lox._engine._trace import without_unwanted
 # --- recording events to log them later ----------------------------------------------------------
 
 
-@jax.tree_util.register_pytree_node_class
+_STRUCTURE: Any = {"static": True}  # not arrays
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Slot:
     """A recorded event."""
 
     operands: list[Any]
-    meta: Meta
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """Slots are compared without the lines that logged them."""
-        return (self.operands,), dataclasses.replace(self.meta, site=Site(self.meta.site))
+    meta: Meta = dataclasses.field(metadata=_STRUCTURE)
 
     @classmethod
-    def tree_unflatten(cls, meta: Meta, children: Any) -> "Slot":
-        """The inverse of `tree_flatten`."""
-        return cls(children[0], meta)
+    def of(cls, event: Event) -> "Slot":
+        """Record an event. Slots are compared without the lines that logged them."""
+        operands, meta = event.to_operands()
+        return cls(operands, dataclasses.replace(meta, site=Site(meta.site)))
 
     def only_if(self, condition: Any) -> "Slot":
         """The same event under a further condition."""
-        operands, meta = Event.from_operands(self.meta, self.operands).only_if(condition).to_operands()
-        return Slot(operands, meta)
+        return Slot.of(Event.from_operands(self.meta, self.operands).only_if(condition))
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Repeat:
     """The recorded events of a loop: every array inside has an additional leading axis."""
 
     body: list[Any]
-    length: int
-    reverse: bool
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """Arrays are children; the rest is structure."""
-        return (self.body,), (self.length, self.reverse)
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> "Repeat":
-        """The inverse of `tree_flatten`."""
-        return cls(children[0], *aux)
+    length: int = dataclasses.field(metadata=_STRUCTURE)
+    reverse: bool = dataclasses.field(metadata=_STRUCTURE)
 
     def only_if(self, condition: Any) -> "Repeat":
         """The same events under a further condition."""
@@ -88,17 +78,11 @@ class _Unbounded(Retrace):
 class Record(Handler):
     """Collects events in the order of execution."""
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Record
-
-    def __hash__(self) -> int:
-        return hash(Record)
-
     def event(self, frame: Frame, event: Event) -> None:
         """Record it."""
         if frame.unbounded:
             raise _Unbounded
-        frame.pieces.append([Slot(*event.in_scope().to_operands())])
+        frame.pieces.append([Slot.of(event.in_scope())])
 
     def gather(self, pieces: list[Any]) -> list[Any]:
         """Join the lists."""
@@ -275,43 +259,29 @@ def _cond_rule(original: Any, axis_data: Any, args: Any, dims: Any, *, branches:
     return outs[:count], out_dims[:count]
 
 
-def _while_rule(
-    original: Any,
-    axis_data: Any,
-    args: Any,
-    dims: Any,
-    *,
-    cond_nconsts: int,
-    cond_jaxpr: Any,
-    body_nconsts: int,
-    body_jaxpr: Any,
-) -> Any:
+def _while_rule(original: Any, axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
     rule = functools.partial(original, axis_data)
-    cond_jaxpr, body_jaxpr = without_unwanted([cond_jaxpr, body_jaxpr])
-    counts = dict(cond_nconsts=cond_nconsts, body_nconsts=body_nconsts)
-    plain = functools.partial(rule, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)
+    cond_jaxpr, body_jaxpr = without_unwanted([params["cond_jaxpr"], params["body_jaxpr"]])
+    loop = dict(params, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr)
     masked = bool(_compat.out_avals(cond_jaxpr)[0].shape)  # by an inner vmap
     if masked or not any(map(_compat.reports, (cond_jaxpr, body_jaxpr))):
-        return plain()
-    loop = dict(cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)
+        return rule(args, dims, **loop)
     masked_loop, masked_args, masked_dims = _masking.masked_loop(loop, args, dims)
     if masked_loop is not loop:  # one of Equinox's, which runs for all lanes together
         return rule(masked_args, masked_dims, **masked_loop)
-    trial = _compat.make_jaxpr(
-        lambda *xs: rule(xs, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **counts)[0], types_of(list(args))
-    )
-    loop = next(eqn for eqn in trial.eqns if eqn.primitive is primitives.while_p)
-    if not _compat.out_avals(loop.params["cond_jaxpr"])[0].shape:
-        return plain()  # all lanes make the same number of iterations
+    trial = _compat.make_jaxpr(lambda *xs: rule(xs, dims, **loop)[0], types_of(list(args)))
+    batched = next(eqn for eqn in trial.eqns if eqn.primitive is primitives.while_p)
+    if not _compat.out_avals(batched.params["cond_jaxpr"])[0].shape:
+        return rule(args, dims, **loop)  # all lanes make the same number of iterations
 
     # Finished lanes keep their values, so the condition still tells which they are. In the body only logs use it:
     # without them it would be the original loop.
-    n_consts = cond_nconsts + body_nconsts
-    cond_consts, cond_reports = args[:cond_nconsts], _compat.reports(cond_jaxpr)
+    n_cond, n_consts = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    cond_consts, cond_reports = args[:n_cond], _compat.reports(cond_jaxpr)
     silent = transformed(Frame(_masking.Silence(), ()), cond_jaxpr, ()).jaxpr if cond_reports else cond_jaxpr
 
     def body(*xs: Any) -> list[Any]:
-        cond_consts, body_consts, carry = xs[:cond_nconsts], xs[cond_nconsts:n_consts], xs[n_consts:]
+        cond_consts, body_consts, carry = xs[:n_cond], xs[n_cond:n_consts], xs[n_consts:]
         (running,) = _compat.jaxpr_as_fun(silent)(*cond_consts, *carry)
         carry = _masking.masked_call(body_jaxpr, running, [*body_consts, *carry])
         if cond_reports:
@@ -319,18 +289,16 @@ def _while_rule(
         return carry
 
     if cond_reports:  # the first evaluation
-        given, given_dims = (*cond_consts, *args[n_consts:]), (*dims[:cond_nconsts], *dims[n_consts:])
+        given, given_dims = (*cond_consts, *args[n_consts:]), (*dims[:n_cond], *dims[n_consts:])
         like = next((x, d) for x, d in zip(args, dims, strict=True) if d is not None)
         _vmap(axis_data, _compat.jaxpr_as_fun(cond_jaxpr), given, given_dims, like)
     return rule(
         (*cond_consts, *args),
-        (*dims[:cond_nconsts], *dims),
-        cond_nconsts=cond_nconsts,
+        (*dims[:n_cond], *dims),
+        cond_nconsts=n_cond,
         cond_jaxpr=silent,
         body_nconsts=n_consts,
-        body_jaxpr=_compat.make_jaxpr(
-            body, [*_compat.in_avals(cond_jaxpr)[:cond_nconsts], *_compat.in_avals(body_jaxpr)]
-        ),
+        body_jaxpr=_compat.make_jaxpr(body, [*_compat.in_avals(cond_jaxpr)[:n_cond], *_compat.in_avals(body_jaxpr)]),
     )
 
 

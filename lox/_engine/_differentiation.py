@@ -9,6 +9,7 @@ lose or repeat logs. The rules here replace them where something logs:
 * So must the loop that remat runs again in the backward pass.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 from jax.extend.core import primitives
@@ -31,26 +32,13 @@ def _silent(params: dict[str, Any]) -> dict[str, Any]:
     return dict(params, **{k: transformed(frame, params[k], ()).jaxpr for k in ("cond_jaxpr", "body_jaxpr")})
 
 
-class _Later:
-    """Stands for a trace, and remembers the equation that it would stage out."""
-
-    def __init__(self) -> None:
-        self.outs: list[object] = []
-
-    def default_process_primitive(self, primitive: Any, tracers: Any, params: Any) -> list[object]:
-        """Return a placeholder for every result."""
-        del tracers
-        self.outs = [object() for _ in _compat.out_avals(params["body_jaxpr"])]
-        return self.outs
-
-
 def _linearized_while(rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
-    later = _Later()
-    outs = list(rule(later, *tracers, **params))
-    if outs == later.outs:  # nothing is known, so nothing has run yet
+    later = [object() for _ in _compat.out_avals(params["body_jaxpr"])]  # placeholders for results that are staged out
+    outs = list(rule(SimpleNamespace(default_process_primitive=lambda *_: later), *tracers, **params))
+    if outs == later:  # nothing is known, so nothing has run yet
         return trace.default_process_primitive(_while_p, tracers, params)
     rest = trace.default_process_primitive(_while_p, tracers, _silent(params))
-    return [rest[later.outs.index(x)] if x in later.outs else x for x in outs]
+    return [rest[later.index(x)] if x in later else x for x in outs]
 
 
 def _stay_in_place(primitive: Any, rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:

@@ -10,6 +10,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -33,11 +34,23 @@ class Tally:
 
 
 class Handler:
-    """Decides what becomes of events. Immutable and hashable: handlers are keys of caches."""
+    """Decides what becomes of events. Immutable and hashable: handlers are keys of caches.
+
+    All of a class without fields are equal; those with fields are frozen dataclasses.
+    """
+
+    in_place: ClassVar[bool] = False  # whether events never change the arguments or results of a block
+    sees_calls: ClassVar[bool] = False  # whether host calls are handed to it too
+    masks_lanes: ClassVar[bool] = True  # whether events in Equinox's loops count only while their lane continues
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
 
     def wants(self, meta: Meta, scope: str) -> bool:
         """Whether the handler may use an event; if not, computations that serve only the event are removed."""
-        del meta, scope
         return True
 
     def initial_state(self) -> Any:
@@ -50,26 +63,21 @@ class Handler:
 
     def check(self, frame: "Frame", piece: Any) -> None:
         """Raise if this cannot be gathered with what was collected before."""
-        del frame, piece
 
     def gather(self, pieces: list[Any]) -> Any:
         """Join pieces, in order."""
-        del pieces
         return ()
 
     def unroll(self, piece: Any, reverse: bool) -> Any:
         """The piece of a whole loop, from that of its body with an additional leading axis."""
-        del reverse
         return piece
 
     def unify(self, pieces: list[Any]) -> list[Callable[[Any], Any]] | None:
         """For each of several branches, a function that makes its piece like the others; None if they are alike."""
-        del pieces
         return None
 
     def allows(self, frame: "Frame", struct: Any) -> bool:
         """Whether a block that runs once may change the type of the state to `struct`."""
-        del frame, struct
         return False
 
     def extend(self, frame: "Frame", struct: Any) -> None:
@@ -78,11 +86,9 @@ class Handler:
 
     def before(self, frame: "Frame", find: Callable[[], dict[str, Tally]]) -> None:
         """Called at the outermost level before something with logs runs; `find()` says how many."""
-        del frame, find
 
     def after(self, frame: "Frame", completed: bool) -> None:
         """Called when it has run or failed."""
-        del frame, completed
 
     def counts(self, meta: Meta, scope: str) -> list[str]:
         """The keys of a log that a tally counts."""
@@ -90,7 +96,6 @@ class Handler:
 
     def split(self, frame: "Frame", jaxprs: Iterable[Any]) -> "Blocks | None":
         """How to split a loop whose iterations run these jaxprs; None if it is not split."""
-        del frame, jaxprs
         return None
 
     @property
@@ -98,21 +103,12 @@ class Handler:
         """The names that must be logged, or else there is a warning."""
         return None
 
-    sees_calls: ClassVar[bool] = False  # whether host calls are handed to it too
-    masks_lanes: ClassVar[bool] = True  # whether events in Equinox's loops count only while their lane continues
-
     def call(self, frame: "Frame", primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
         """Take a host call that can be masked."""
         raise NotImplementedError
 
-    @property
-    def in_place(self) -> bool:
-        """Whether events never change the arguments or results of a block, so that primitives stay as they are."""
-        return False
-
     def split_state(self, state: Any, keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
         """The part of the state that concerns these keys, and a function that puts the rest back."""
-        del keys
         return state, lambda part: part
 
     def for_rules(self) -> "Handler":
@@ -264,27 +260,27 @@ inside = _Inside()
 
 
 @contextlib.contextmanager
-def rebuilding() -> Iterator[None]:
-    """Mark that a shard_map is bound whose body is a jaxpr, in which no Python code could need values."""
-    before, inside.rebuilding = inside.rebuilding, True
+def _marked(name: str) -> Iterator[None]:
+    before = getattr(inside, name)
+    setattr(inside, name, True)
     try:
         yield
     finally:
-        inside.rebuilding = before
+        setattr(inside, name, before)
 
 
-@contextlib.contextmanager
-def failing_at_once() -> Iterator[None]:
+def rebuilding() -> AbstractContextManager[None]:
+    """Mark that a shard_map is bound whose body is a jaxpr, in which no Python code could need values."""
+    return _marked("rebuilding")
+
+
+def failing_at_once() -> AbstractContextManager[None]:
     """Mark that a function with callbacks that may raise runs inside other transformations.
 
     The function that those transform may catch the exception. On a GPU a program fails after it was dispatched, when
     they would already have taken over its failed results: so they wait for results before they take them over.
     """
-    before, inside.may_fail = inside.may_fail, True
-    try:
-        yield
-    finally:
-        inside.may_fail = before
+    return _marked("may_fail")
 
 
 def scope_of(eqn: Any, scope: str) -> str:
@@ -315,25 +311,15 @@ def logged_by(primitive: Any, params: dict[str, Any]) -> Logged:
 class Drop(Handler):
     """Removes every log."""
 
+    in_place = True
     masks_lanes = False
 
     def wants(self, meta: Meta, scope: str) -> bool:
         """Want no log."""
         return False
 
-    @property
-    def in_place(self) -> bool:
-        """Blocks keep their arguments and results."""
-        return True
-
     def event(self, frame: Frame, event: Event) -> None:
         """Drop it."""
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other)
-
-    def __hash__(self) -> int:
-        return hash(type(self))
 
 
 class MarkSeen(Drop):

@@ -29,12 +29,6 @@ _ANY_LANE, _ALIKE = "unvmap_any", "nonbatchable"
 class Remask(Handler):
     """Puts every event under a condition, which is the state that is threaded through the program."""
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Remask
-
-    def __hash__(self) -> int:
-        return hash(Remask)
-
     sees_calls = True
     masks_lanes = False  # inner loops are masked when the result is interpreted
 
