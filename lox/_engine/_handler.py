@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 
@@ -148,6 +148,14 @@ class Grown(Retrace):
         self.owner, self.struct = owner, struct
 
 
+class Place(NamedTuple):
+    """An equation in its context: its jaxpr, the equation itself, and the arguments of the jaxpr."""
+
+    jaxpr: Any
+    eqn: Any
+    args: Sequence[Any]
+
+
 _NO_AXES: frozenset[Any] = frozenset()
 
 
@@ -169,6 +177,7 @@ class Frame:
         self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
         self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
         self.eqn_scope = scope
+        self.place: Place | None = None  # of the current equation, if it is in a jaxpr
         self.logged: Logged | None = None  # all logs, selected or not, if there are names to check
         self.has_rules = False  # whether there are derivative rules, which may log too
         self._outer = len(_compat.open_scopes())

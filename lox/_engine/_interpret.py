@@ -8,14 +8,14 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from lox import _compat, _errors
 from lox._engine import _emit
 from lox._engine._event import Meta
-from lox._engine._handler import Frame, Grown, Handler, Retrace, Tally, scope_of, signature, types_of
+from lox._engine._handler import Frame, Grown, Handler, Place, Retrace, Tally, scope_of, signature, types_of
 from lox._engine._primitive import log_p
 
 
@@ -79,14 +79,6 @@ def wants_any(handler: Handler, jaxpr: Any, scope: str) -> bool:
     return _compat.has_logs(jaxpr) and any(_has_use(handler, eqn, scope) for eqn in _compat.split_jaxpr(jaxpr)[0].eqns)
 
 
-class Place(NamedTuple):
-    """An equation in its context: its jaxpr, the equation itself, and the arguments of the jaxpr."""
-
-    jaxpr: Any
-    eqn: Any
-    args: Sequence[Any]
-
-
 Inside = list[dict[str, Tally]]  # the tallies of each jaxpr that an equation runs and that logs
 
 
@@ -105,10 +97,9 @@ def once(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
 class Rule:
     """All that lox knows about a primitive that can contain logs."""
 
-    rebuild: Callable[..., list[Any]]  # (frame, primitive, params, args), and `place=` if it looks around
+    rebuild: Callable[[Frame, Any, dict[str, Any], list[Any]], list[Any]]  # (frame, primitive, params, args)
     count: Callable[[dict[str, Any], Inside], dict[str, Tally]]
     runs: Callable[[dict[str, Any]], list[Any]]  # its jaxprs that run when it runs
-    looks_around: bool
 
 
 _RULES: dict[Any, Rule] = {}
@@ -118,17 +109,16 @@ def rule(
     *primitives: Any,
     count: Callable[[dict[str, Any], Inside], dict[str, Tally]] = unknown,
     runs: Callable[[dict[str, Any]], list[Any]] = _compat.sub_jaxprs,
-    looks_around: bool = False,
 ) -> Callable[[Callable[..., list[Any]]], Callable[..., list[Any]]]:
     """Register how to rebuild these primitives such that their logs reach the frame.
 
     JAX's own are given by their names, because few of them are public; others as they are. `count` derives the number
     of events from those of the jaxprs: too many costs room, too few would lose events. `runs` leaves out jaxprs that
-    serve only differentiation. A rule that `looks_around` also gets its `place`, if it has one.
+    serve only differentiation. `frame.place` says where the equation is.
     """
 
     def register(rebuild: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        _RULES.update(dict.fromkeys(primitives, Rule(rebuild, count, runs, looks_around)))
+        _RULES.update(dict.fromkeys(primitives, Rule(rebuild, count, runs)))
         return rebuild
 
     return register
@@ -157,15 +147,14 @@ def apply_rule(
     place: Place | None = None,
 ) -> list[Any]:
     """Rebuild one primitive that contains logs."""
-    frame.eqn_scope = frame.here()
+    frame.eqn_scope, frame.place = frame.here(), place
     known = rule_of(primitive)
     if known is None:
         if not _compat.eqn_has_logs(primitive, params, effects):  # only derivative rules, which cannot be reached
             return primitive.bind(*args, **params)
         mark = _compat.first_log(primitive, params)
         raise _errors.opaque_primitive(primitive.name, mark.keys, mark.site)
-    extra = {"place": place} if known.looks_around else {}
-    return known.rebuild(frame, primitive, params, list(args), **extra)
+    return known.rebuild(frame, primitive, params, list(args))
 
 
 BLOCK = _compat.Primitive("lox_block")  # stands for anything that runs jaxprs
@@ -219,14 +208,14 @@ class Transformed:
         self.grown = signature(self.struct) != signature(types_of(state))
         self.extra = len(jax.tree.leaves(self.struct)) + len(jax.tree.leaves(self.piece))
 
-    def unpack(self, flat: Sequence[Any]) -> tuple[list[Any], Any, Any]:
-        """Results, state and piece."""
+    def unpack(self, flat: Sequence[Any], piece_tree: Any = None) -> tuple[list[Any], Any, Any]:
+        """Results, state and piece, which has the structure `piece_tree` if it was changed."""
         count = len(jax.tree.leaves(self.struct))
         outs, state, piece = flat[: self.outs], flat[self.outs : self.outs + count], flat[self.outs + count :]
         return (
             list(outs),
             jax.tree.unflatten(jax.tree.structure(self.struct), state),
-            jax.tree.unflatten(jax.tree.structure(self.piece), piece),
+            jax.tree.unflatten(jax.tree.structure(self.piece) if piece_tree is None else piece_tree, piece),
         )
 
 

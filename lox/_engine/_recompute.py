@@ -58,13 +58,13 @@ def _identities(primitive: Any, params: dict[str, Any]) -> Iterable[Identity]:
 class _Passing(PassingTrace):
     """Passes everything on to the surrounding trace, also from inside the functions of primitives."""
 
-    def inside(self, parent: Any) -> "_Passing":
-        """The trace for a function that runs under another parent."""
-        raise NotImplementedError
+    def __init__(self, parent: Any, *shared: Any):
+        super().__init__(parent)
+        self.shared = shared  # with the traces of functions inside
 
     def _wrapped(self, fun: Any) -> Any:
         def passing(fun: Any, *args: Any) -> Any:
-            with _compat.take_current_trace() as parent, _compat.set_current_trace(self.inside(parent)):
+            with _compat.take_current_trace() as parent, _compat.set_current_trace(type(self)(parent, *self.shared)):
                 return fun(*args)
 
         return _compat.wrap_rule(fun, passing)
@@ -79,12 +79,9 @@ class _Forward(_Passing):
     """Notes the identities of all logs."""
 
     def __init__(self, parent: Any, noted: set[Identity]):
-        super().__init__(parent)
+        super().__init__(parent, noted)
         self.noted = noted
         _compat.stand_for(self, parent)
-
-    def inside(self, parent: Any) -> "_Forward":
-        return _Forward(parent, self.noted)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         self.noted.update(_identities(primitive, params))
@@ -192,11 +189,8 @@ class _Backward(_Passing):
     """
 
     def __init__(self, parent: Any, noted: set[Identity], depending: dict[int, Any]):
-        super().__init__(parent)
+        super().__init__(parent, noted, depending)
         self.noted, self.depending = noted, depending
-
-    def inside(self, parent: Any) -> "_Backward":
-        return _Backward(parent, self.noted, self.depending)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         dependence = _Dependence()

@@ -19,8 +19,8 @@ from lox import _compat
 from lox._data._lanes import Laned, map_laned
 from lox._data._series import Series
 from lox._engine import _masking
-from lox._engine._handler import Drop, Frame, Grown, Handler, Retrace, Tally, rebuilding, types_of
-from lox._engine._interpret import Inside, Place, Transformed, interpret, once, rule, tally, transformed, wants_any
+from lox._engine._handler import Drop, Frame, Grown, Handler, Place, Retrace, Tally, rebuilding, types_of
+from lox._engine._interpret import Inside, Transformed, interpret, once, rule, tally, transformed, wants_any
 from lox._engine._trace import run_function
 
 
@@ -329,10 +329,10 @@ def _count_branches(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
     return merged
 
 
-@rule("cond", count=_count_branches, looks_around=True)
-def _cond(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any], place: Place | None) -> list[Any]:
-    if frame.handler.masks_lanes and place is not None:
-        params, args = _masked_cond(params, args, place)
+@rule("cond", count=_count_branches)
+def _cond(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    if frame.handler.masks_lanes and frame.place is not None:
+        params, args = _masked_cond(params, args, frame.place)
     index, *operands = args
 
     def attempt(state: Any) -> list[Any]:
@@ -340,7 +340,7 @@ def _cond(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any],
         bodies = [transformed(frame, branch, state, decision=_compat.aval_of(index)) for branch in params["branches"]]
         jaxprs, first = [b.jaxpr for b in bodies], bodies[0]
         leaves, types = jax.tree.leaves(state), _compat.in_avals(first.jaxpr)
-        treedef = jax.tree.structure(first.piece)
+        treedef = None
         unify = frame.handler.unify([b.piece for b in bodies])
         if unify is not None:
             box: list[Any] = []
@@ -358,15 +358,13 @@ def _cond(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any],
             treedef = box[0]
         jaxprs = _compat.with_common_types(jaxprs, types)
         flat = primitive.bind(index, *leaves, *operands, **dict(params, branches=tuple(jaxprs)))
-        n_state = len(jax.tree.leaves(first.struct))
-        outs, state, piece = flat[: first.outs], flat[first.outs : first.outs + n_state], flat[first.outs + n_state :]
+        outs, state, piece = first.unpack(flat, treedef)
         keys = {k: all(b.keys.get(k, False) for b in bodies) for b in bodies for k in b.keys}
         decision = jax.typeof(index)
-        state = jax.tree.unflatten(jax.tree.structure(first.struct), state)
-        piece = _varying_like(decision, jax.tree.unflatten(treedef, _compat.on_mesh_of(args, piece)))
+        piece = _varying_like(decision, _compat.on_mesh_of(args, piece))
         frame.absorb(_decided(frame, decision, params["branches"], state), piece, keys)
         if not frame.handler.in_place:
-            return list(outs)
+            return outs
         # As JAX does for branches without logs: a result that all branches just pass on does not need the cond.
         passed = _compat.passed_on(jaxprs)
         return [out if n is None else operands[n] for out, n in zip(outs, passed, strict=True)]

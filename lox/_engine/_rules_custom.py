@@ -11,23 +11,15 @@ from jax import lax
 
 from lox import _compat
 from lox._engine._handler import Drop, Frame, Grown, Handler, MarkSeen, types_of
-from lox._engine._interpret import Place, Transformed, once, rule, transformed
+from lox._engine._interpret import Transformed, once, rule, transformed
 from lox._engine._rules import logged_keys, run_once, silenced
 from lox._engine._trace import RuleTrace, run_function
 
 
-@rule(
-    "custom_jvp_call",
-    "custom_vjp_call",
-    count=once,
-    runs=lambda params: [params["call_jaxpr"]],
-    looks_around=True,
-)
-def _custom_call(
-    frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any], place: Place | None
-) -> list[Any]:
-    assert place is not None  # these are traced before they are rebuilt
-    jaxpr, eqn, call_jaxpr = place.jaxpr, place.eqn, params["call_jaxpr"]
+@rule("custom_jvp_call", "custom_vjp_call", count=once, runs=lambda params: [params["call_jaxpr"]])
+def _custom_call(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]) -> list[Any]:
+    assert frame.place is not None  # these are traced before they are rebuilt
+    jaxpr, eqn, call_jaxpr = frame.place.jaxpr, frame.place.eqn, params["call_jaxpr"]
     if not _compat.has_logs(call_jaxpr):
         with _compat.take_current_trace() as parent:
             around = functools.partial(silenced, frame.handler)
@@ -93,9 +85,7 @@ def _split(original: Any, args: Any, moving: list[bool]) -> tuple[Any, list[Any]
 
 
 def _with_vjp_of(handler: Handler, fun: Any, original: Any, n_outs: int, n_state: int) -> Any:
-    @jax.custom_vjp
-    def call(*args: Any) -> Any:
-        return fun(*args)
+    call = jax.custom_vjp(fun)
 
     def forward(*primals: Any) -> Any:
         args = [p.value for p in primals]
@@ -117,9 +107,7 @@ def _with_vjp_of(handler: Handler, fun: Any, original: Any, n_outs: int, n_state
 
 
 def _with_jvp_of(handler: Handler, fun: Any, original: Any, n_outs: int, n_state: int) -> Any:
-    @jax.custom_jvp
-    def call(*args: Any) -> Any:
-        return fun(*args)
+    call = jax.custom_jvp(fun)
 
     def rule(primals: Any, tangents: Any) -> Any:
         moving = [not _compat.is_symbolic_zero(t) for t in tangents[n_state:]]

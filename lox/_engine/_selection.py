@@ -21,9 +21,10 @@ class Selection:
     @classmethod
     def of(cls, argnames: str | Iterable[str] | None, tags: str | Iterable[str] | None) -> "Selection":
         """Make a selection of what users write: a bare string is one name."""
-        names = _strings("argnames", argnames)
-        labels = _strings("tags", tags)
-        return cls(names, None if labels is None else frozenset(labels))
+        return cls(
+            None if argnames is None else names("argnames", argnames),
+            None if tags is None else frozenset(names("tags", tags)),
+        )
 
     def keys(self, event: Any, scope: str = "") -> list[str]:
         """The selected keys of an event or of its static part, with `scope` in front."""
@@ -35,12 +36,6 @@ class Selection:
         if self.argnames is None:
             return keys
         return [k for k in keys if _matches(k, self.argnames)]
-
-
-def _strings(option: str, given: Any) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    return names(option, given)
 
 
 def names(option: str, given: Any) -> tuple[str, ...]:

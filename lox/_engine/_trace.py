@@ -54,6 +54,15 @@ _NEEDS_VALUES = (
 _WITH_RULES = ("process_custom_jvp_call", "process_custom_vjp_call")
 
 
+def _with_functions(method: str, count: int) -> Any:
+    """The method of a trace for a primitive with that many Python functions, which come before its tracers."""
+
+    def process(self: "PassingTrace", primitive: Any, *args: Any, **params: Any) -> Any:
+        return self.process_functions(method, primitive, args[:count], *args[count:], **params)
+
+    return process
+
+
 class PassingTrace(_compat.Trace):  # type: ignore[misc]
     """A trace that makes no values of its own: it passes everything on to the surrounding trace, `parent`."""
 
@@ -67,25 +76,12 @@ class PassingTrace(_compat.Trace):  # type: ignore[misc]
         """Process a primitive with Python functions, for which traces have a separate `method`."""
         raise NotImplementedError(method)
 
-    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        return self.process_functions("process_custom_jvp_call", primitive, (fun, jvp), tracers, **params)
-
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *args: Any, **params: Any
-    ) -> Any:
-        return self.process_functions("process_custom_vjp_call", primitive, (fun, fwd, bwd), tracers, *args, **params)
-
-    def process_custom_transpose(self, primitive: Any, call: Any, tracers: Any, **params: Any) -> Any:
-        return self.process_functions("process_custom_transpose", primitive, (call,), tracers, **params)
-
-    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
-        return self.process_functions("process_shard_map", primitive, (fun,), tracers, **params)
-
-    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
-        return self.process_functions("process_call", primitive, (fun,), tracers, params)
-
-    def process_map(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
-        return self.process_functions("process_map", primitive, (fun,), tracers, params)
+    process_custom_jvp_call = _with_functions("process_custom_jvp_call", 2)
+    process_custom_vjp_call = _with_functions("process_custom_vjp_call", 3)
+    process_custom_transpose = _with_functions("process_custom_transpose", 1)
+    process_shard_map = _with_functions("process_shard_map", 1)
+    process_call = _with_functions("process_call", 1)
+    process_map = _with_functions("process_map", 1)
 
     def stage_value(self, val: Any) -> Any:
         return self.parent.stage_value(val)
