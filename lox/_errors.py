@@ -1,23 +1,4 @@
-"""What lox raises.
-
-* LoxError
-  * SpoolError       a log that `spool` cannot return
-  * TransformError   a log inside a primitive that lox cannot look into
-  * MismatchError    one key logged with different shapes, structures or reductions (also a ValueError)
-  * LogTypeError     something that cannot be logged (also a TypeError)
-  * OptionError      an option that does not exist or makes no sense (also a ValueError)
-  * StepError        a step that was never logged (also an AttributeError)
-  * KeyNotFoundError a key that was never logged (also a KeyError)
-  * NonFiniteError   a logged value that is NaN or infinite, found by `watch` (also a FloatingPointError)
-  * StoreError       a file that cannot be written or read (also an OSError)
-    * RunNotFoundError   no such run, or no runs at all (also a FileNotFoundError)
-    * RunExistsError     a run that exists where none may (also a FileExistsError)
-
-LoxWarning, a UserWarning, reports what is not an error but should be known: events dropped for lack of capacity, or a
-selection that matches nothing.
-
-Messages say which key, where it was logged, what is wrong and what to do instead.
-"""
+"""What lox raises. Messages say which key, where it was logged, what is wrong and what to do instead."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -63,7 +44,7 @@ class KeyNotFoundError(LoxError, KeyError):
 
 
 class NonFiniteError(LoxError, FloatingPointError):
-    """A logged value that is NaN or infinite.
+    """A logged value that is NaN or infinite, found by `watch`.
 
     Attributes:
         key: The key of the value.
@@ -110,7 +91,7 @@ class RunExistsError(StoreError, FileExistsError):
 
 
 class LoxWarning(UserWarning):
-    """Something a user should know, such as events dropped for lack of capacity."""
+    """Something a user should know: events dropped for lack of capacity, or a selection that matches nothing."""
 
 
 for _name in list(globals()):
@@ -171,17 +152,17 @@ def partly_explicit(key: str, site: str, axes: Iterable[str]) -> TransformError:
 
 def cannot_write(file: object, error: OSError, way_out: str) -> StoreError:
     """For a file that the operating system refuses to write."""
-    # With a single argument, OSError keeps our message instead of "[Errno 28] ...".
-    refused = StoreError(f"cannot write {str(file)!r}: {error.strerror or error}.\n{way_out}")
-    refused.errno, refused.filename = error.errno, str(file)
-    return refused
+    return _refused("write", file, error, way_out)
 
 
 def cannot_read(file: object, error: OSError) -> StoreError:
     """For a file that the operating system refuses to read."""
-    refused = StoreError(
-        f"cannot read {str(file)!r}: {error.strerror or error}.\nMake the file readable, or load another directory."
-    )
+    return _refused("read", file, error, "Make the file readable, or load another directory.")
+
+
+def _refused(what: str, file: object, error: OSError, way_out: str) -> StoreError:
+    # With a single argument, OSError keeps our message instead of "[Errno 28] ...".
+    refused = StoreError(f"cannot {what} {str(file)!r}: {error.strerror or error}.\n{way_out}")
     refused.errno, refused.filename = error.errno, str(file)
     return refused
 

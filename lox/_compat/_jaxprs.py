@@ -316,14 +316,9 @@ def without_dead_code(closed: Any, avals: list[Any]) -> Any:
 def without_unused(closed: Any, count: int) -> tuple[Any, list[bool]]:
     """A jaxpr without the unread ones among its first `count` arguments, and a flag for each whether it is read."""
     jaxpr, consts = split_jaxpr(closed)
-    read = {v for v in jaxpr.outvars if isinstance(v, Var)}
-    read.update(v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var))
-    used = [v in read for v in jaxpr.invars[:count]]
-    if all(used):
-        return closed, used
-    kept = [v for v, u in zip(jaxpr.invars, [*used, *[True] * (len(jaxpr.invars) - count)], strict=True) if u]
-    smaller = jaxpr.replace(invars=kept, debug_info=_unknown_names(jaxpr, len(kept), len(jaxpr.outvars)))
-    return close_jaxpr(smaller, consts), used
+    others = [True] * (len(jaxpr.invars) - count)
+    smaller, used = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), [*[False] * count, *others])
+    return closed if all(used) else close_jaxpr(smaller, consts), used[:count]
 
 
 def passed_on(jaxprs: list[Any]) -> list[int | None]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lox import _errors
-from lox._data import _arrays, _lanes
+from lox._data import _lanes
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
 from lox._engine import _emit, _handler, _trace
@@ -46,7 +46,8 @@ class Report:
             leaves, _ = jax.tree_util.tree_flatten_with_path(logs[key])
             for (tree_path, leaf), flags in zip(leaves, layout.flags, strict=True):
                 value = leaf[_index(flags, lane)]
-                if jnp.issubdtype(value.dtype, np.inexact) and not np.isfinite(value.astype(_wide(value.dtype))).all():
+                # As complex numbers, which all of them fit into.
+                if jnp.issubdtype(value.dtype, jnp.inexact) and not np.isfinite(value.astype(np.complex128)).all():
                     step_flags = dict(layout.step_flags)
                     steps = {
                         name: by_key[key][_index(step_flags.get(name, ()), lane)].item()
@@ -70,10 +71,6 @@ def _first_lane(logs: logdict) -> tuple[int, ...]:
 
 def _index(flags: Any, lane: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(i for i, flag in zip(lane, flags, strict=False) if flag)
-
-
-def _wide(dtype: Any) -> Any:
-    return np.complex128 if jnp.issubdtype(dtype, np.complexfloating) else np.float64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +97,8 @@ class Watch(Handler):
         """Check the selected keys, and let the event flow on unchanged."""
         named = event.in_scope()
         selected = self.selection.keys(named)
-        bad = [_not_finite(x) for key in selected for x in named.values[key] if _can_fail(x.tree.dtype)]
+        leaves = [x for key in selected for x in named.values[key]]
+        bad = [_not_finite(x) for x in leaves if jnp.issubdtype(x.tree.dtype, jnp.inexact)]
         if bad:
             valid = [] if event.valid is None else [event.valid]
             lanes = _lanes.union(*map(_lanes.lanes_of, [*bad, *valid]))
@@ -140,10 +138,6 @@ class Untouched(_handler.MarkSeen):
     def event(self, frame: Frame, event: Event) -> None:
         """Bind it again."""
         bind(event)
-
-
-def _can_fail(dtype: Any) -> bool:
-    return not _arrays.is_prng_key(dtype) and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _not_finite(x: Laned) -> Laned:
