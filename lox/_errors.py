@@ -91,7 +91,7 @@ class RunExistsError(StoreError, FileExistsError):
 
 
 class LoxWarning(UserWarning):
-    """Something a user should know: events dropped for lack of capacity, or a selection that matches nothing."""
+    """Something a user should know, such as events dropped for lack of capacity."""
 
 
 for _name in list(globals()):

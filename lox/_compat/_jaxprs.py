@@ -20,7 +20,6 @@ from lox._compat._traces import Literal, PjitFunction, Primitive, Var
 
 _ClosedJaxpr: Any = jex_core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 MERGED_JAXPR = jex_core.Jaxpr is _ClosedJaxpr  # since 0.11 one class, constants attached
-Jaxpr = jex_core.Jaxpr
 
 
 def is_jaxpr(x: Any) -> bool:

@@ -170,9 +170,7 @@ def _high(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
     def expand(*xs: Any) -> list[Any]:
         return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, xs)))
 
-    def original(*xs: Any) -> list[Any]:
-        return primitive.bind(*xs, **params)
-
+    original = functools.partial(primitive.bind, **params)
     jaxpr = _compat.make_jaxpr(expand, types_of(args))
     wrap = _with_jvp_of if type(prim).__name__ == "CustomJVPTraced" else _with_vjp_of
     return _with_rule_of(frame, original, jaxpr, [], args, wrap)
