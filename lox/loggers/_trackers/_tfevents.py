@@ -6,12 +6,12 @@ a row's checksum is that of a common row, xor what each differing byte contribut
 """
 
 import struct
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from lox._data._histogram import Histogram
+from lox._data._image import Image
 from lox._data._png import png
 
 # --- CRC-32C --------------------------------------------------------------------------------------
@@ -182,17 +182,16 @@ def histogram(tag: str, step: int, values: Histogram, wall: float) -> bytes:
     return _event(tag, step, wall, _field(5, proto))
 
 
-def image(tag: str, step: int, pixels: np.ndarray, wall: float) -> bytes:
+def image(tag: str, step: int, values: Image, wall: float) -> bytes:
     """Encode one picture."""
-    height, width, channels = pixels.shape
-    proto = _integer(1, height) + _integer(2, width) + _integer(3, channels) + _field(4, png(pixels))
+    height, width, channels = values.pixels.shape
+    proto = _integer(1, height) + _integer(2, width) + _integer(3, channels) + _field(4, png(values.pixels))
     return _event(tag, step, wall, _field(4, proto))
 
 
-def text(tag: str, step: int, content: str | Sequence[str], wall: float) -> bytes:
+def text(tag: str, step: int, content: str, wall: float) -> bytes:
     """Encode a text, which TensorBoard shows as Markdown."""
-    lines = [content] if isinstance(content, str) else list(content)
-    tensor = _integer(1, 7) + _field(2, _field(2, _integer(1, len(lines))))  # a vector of strings
-    tensor += b"".join(_field(8, line.encode(errors="backslashreplace")) for line in lines)
+    tensor = _integer(1, 7) + _field(2, _field(2, _integer(1, 1)))  # a vector of one string
+    tensor += _field(8, content.encode(errors="backslashreplace"))
     metadata = _field(1, _field(1, b"text")) + _integer(4, 2)
     return _event(tag, step, wall, _field(9, metadata) + _field(8, tensor))
