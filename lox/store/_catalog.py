@@ -7,9 +7,6 @@ happens to their files.
 
 import dataclasses
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from lox import _errors
 from lox.store import _group, names
@@ -109,8 +106,3 @@ def choose_names(catalog: Catalog, bases: list[str], mode: str) -> list[tuple[st
         newest[base] = name
         result.append((name, run_mode))
     return result
-
-
-def words(key_data: Any) -> tuple[int, ...]:
-    """Return the words of one PRNG key."""
-    return tuple(int(word) for word in np.asarray(key_data, np.uint32).ravel())

@@ -23,7 +23,6 @@ _SMALL = (
     *("float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
     "float8_e8m0fnu",
 )
-_PRNG_KEY = "key<{}>"  # the dtype of typed PRNG keys, as JAX writes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +40,6 @@ class Codec:
     def impl(self) -> str | None:
         """The implementation, for PRNG keys."""
         return self.name[4:-1] if self.name.startswith("key<") else None
-
-
-def prng_key_name(impl: str) -> str:
-    """Return the name of the dtype of PRNG keys."""
-    return _PRNG_KEY.format(impl)
 
 
 @functools.cache
@@ -102,8 +96,6 @@ def step_codec(name: str) -> Codec:
 
 def name_of(dtype: np.dtype[Any], what: str) -> str:
     """Return the name under which a dtype is stored, or raise an error about `what`."""
-    if dtype.name in _PLAIN:
-        return dtype.name
     try:
         return codec(dtype.name).name
     except KeyError:

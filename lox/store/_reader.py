@@ -225,10 +225,9 @@ class Reader:
             f"there is no run {name!r} in {str(self.path)!r}. The {which} are {_errors.listing(list(records)[-8:])}."
         )
 
-    def _open_for_loading(self, flush: bool = True) -> None:
+    def _open_for_loading(self) -> None:
         """Look for new runs; raise an error if the directory cannot be read."""
-        if flush:
-            _open.flush(self.path)
+        _open.flush(self.path)
         if not self.path.exists():
             raise _errors.RunNotFoundError(
                 f"there is no directory {str(self.path)!r}. Check the path; loggers and `lox.save` make it."

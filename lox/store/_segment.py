@@ -147,7 +147,9 @@ class SegmentReader:
             length = _schema.message_size(prefix)
             if 8 + length > size:
                 return
-            self.schema = _schema.decode(_read(file, 8, length))
+            message = bytearray(length)
+            _read_into(file, 8, message)
+            self.schema = _schema.decode(bytes(message))
             self._batches = Batches(self.schema)
             self.end = 8 + length
         assert self._batches is not None
@@ -235,7 +237,8 @@ class SegmentReader:
         offset = self.offsets[batch] + self._batches.header_size + layout.offsets[number]
         if dtype == np.bool_:
             first, last = start * items, stop * items
-            packed = np.frombuffer(_read(file, offset + first // 8, (last + 7) // 8 - first // 8), np.uint8)
+            packed = np.empty((last + 7) // 8 - first // 8, np.uint8)
+            _read_into(file, offset + first // 8, packed)
             bits = np.unpackbits(packed, bitorder="little")
             out[:] = bits[first % 8 : first % 8 + last - first]
         else:
@@ -254,24 +257,13 @@ def _read_up_to(file: BinaryIO, offset: int, size: int) -> bytes:
     return data
 
 
-def _read(file: BinaryIO, offset: int, size: int) -> bytes:
-    data = _read_up_to(file, offset, size)
-    if len(data) < size:
-        raise _shrunk(file)
-    return data
-
-
-def _read_into(file: BinaryIO, offset: int, out: Array) -> None:
+def _read_into(file: BinaryIO, offset: int, out: Array | bytearray) -> None:
     file.seek(offset)
     rest = memoryview(out).cast("B")
     while rest:
         count = file.readinto(rest)  # type: ignore[attr-defined]
         if not count:
-            raise _shrunk(file)
+            error = _errors.StoreError(f"{file.name!r} became shorter while it was being read. Load it again.")
+            error.filename = file.name
+            raise error
         rest = rest[count:]
-
-
-def _shrunk(file: BinaryIO) -> _errors.StoreError:
-    error = _errors.StoreError(f"{file.name!r} became shorter while it was being read. Load it again.")
-    error.filename = file.name
-    return error
