@@ -107,10 +107,6 @@ def name_of(dtype: np.dtype[Any], what: str) -> str:
 # --- conversions that keep different NaNs apart, unlike those of the hardware ---
 
 
-def _without(nan: Array, x: Array) -> Array:
-    return np.where(nan, np.zeros((), x.dtype), x) if nan.any() else x
-
-
 _MANTISSA = {16: 10, 32: 23, 64: 52}  # bits of the mantissa, by bits of the float
 
 
@@ -127,7 +123,8 @@ def _widened(x: Array) -> Array:
     wide, wide_bits, _, wide_infinity, _ = _parts(2 * n)
     bits = x.view(narrow).astype(wide_bits)
     nan = (bits & (sign - 1)) > infinity
-    out = _without(nan, x).astype(wide)
+    with np.errstate(invalid="ignore"):  # of NaNs, which follow
+        out = x.astype(wide)
     if nan.any():
         shift = _MANTISSA[2 * n] - _MANTISSA[n]
         rebuilt = (bits & sign) << n | wide_infinity | (bits & mantissa) << shift
@@ -142,8 +139,8 @@ def _narrowed(x: Array) -> Array:
     narrow, narrow_bits, narrow_sign, narrow_infinity, mantissa = _parts(n)
     bits = x.view(wide_bits)
     nan = (bits & (sign - 1)) > infinity
-    with np.errstate(over="ignore"):  # only in a file that lox did not write
-        out = _without(nan, x).astype(narrow)
+    with np.errstate(invalid="ignore", over="ignore"):  # overflows are only in a file that lox did not write
+        out = x.astype(narrow)
     if nan.any():
         shift = _MANTISSA[2 * n] - _MANTISSA[n]
         rebuilt = ((bits >> n) & narrow_sign | narrow_infinity | (bits >> shift) & mantissa).astype(narrow_bits)

@@ -1,10 +1,7 @@
-"""A group: the directory that one opening of a logger writes.
+"""A group: the directory that one opening of a logger writes, with the files that `lox.store` describes.
 
-    DIR/<group-id>/meta.json           format, versions, configuration, the writing process, whether it is done
-    DIR/<group-id>/runs.jsonl          one line for each run: its number in the group, name, PRNG key, hyper-parameters
-    DIR/<group-id>/p0000-000.arrows    segments: process, then number
-
-The id sorts by time. Only files and directories with such names are ever read, repaired or deleted.
+Its id sorts by time, and the names of segments have the numbers of process and segment. Only files and directories with
+such names are ever read, repaired or deleted.
 """
 
 import contextlib

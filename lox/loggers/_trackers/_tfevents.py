@@ -7,6 +7,7 @@ a row's checksum is that of a common row, xor what each differing byte contribut
 
 import struct
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -81,8 +82,8 @@ def _shifted(registers: np.ndarray, tables: np.ndarray) -> np.ndarray:
     return tables[0][first] ^ tables[1][second] ^ tables[2][third] ^ tables[3][fourth]
 
 
-def _masked(crc: int) -> int:
-    """Mask a checksum as the format does, so that files inside files do not confuse readers."""
+def _masked(crc: Any) -> Any:
+    """Mask a checksum, or an array of them, as the format does, so that files inside files do not confuse readers."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -165,8 +166,7 @@ def scalars(tag: str, steps: np.ndarray, values: np.ndarray, wall: float) -> np.
         put(len(before) + n, (steps >> np.uint64(7 * n)).astype(np.uint8) & np.uint8(0x7F) | more)
     for n, column in enumerate(np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4).T):
         put(len(event) - 4 + n, column)
-    masked = ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
-    rows[:, -4:] = masked.astype("<u4").view(np.uint8).reshape(-1, 4)
+    rows[:, -4:] = _masked(crc).astype("<u4").view(np.uint8).reshape(-1, 4)
     return rows
 
 

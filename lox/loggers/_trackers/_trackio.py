@@ -95,10 +95,9 @@ class TrackioLogger(CurveLogger):
             context = self._context.copy()
             context.run(self._variables.current_run.set, None)
             options = {"auto_log_cpu": False, "auto_log_gpu": False, **options}
-        created = context.run(
+        run.resource = context.run(
             self._client.init, project=self.project, name=run.name, config=strict_json(config), **options
         )
-        run.resource = created
         self._context = self._context or context
 
     def send(self, run: Run, curves: list[Curve]) -> None:
