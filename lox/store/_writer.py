@@ -172,39 +172,30 @@ class Writer:
     ) -> Array:
         """Open many runs at once, by names or PRNG keys `(run, words)`, with a configuration for each."""
         mode = _catalog.check_mode(mode)
-        data = None if key_data is None else np.asarray(key_data, np.uint32)
-        if data is not None:
+        bases, words, impl = [names.UNNAMED], None, None
+        if key_data is not None:
+            data = np.asarray(key_data, np.uint32)
             data = data.reshape(-1, data.shape[-1])
-            key_impl = key_impl or names.impl_of_raw(data)
-        if run_names is not None:
-            bases = list(run_names)
-        else:
-            bases = [names.UNNAMED] if data is None else names.base_names(data, key_impl)
-        if (data is not None and len(data) != len(bases)) or (configs is not None and len(configs) != len(bases)):
+            impl = key_impl or names.impl_of_raw(data)
+            bases, words = names.base_names(data, impl), [tuple(row) for row in data.tolist()]
+        bases = bases if run_names is None else list(run_names)
+        words = [None] * len(bases) if words is None else words
+        configs = [None] * len(bases) if configs is None else [_group.plain(config) for config in configs]
+        if not len(words) == len(configs) == len(bases):
             raise _errors.OptionError(f"{len(bases)} runs need as many PRNG keys and configurations.")
         with self._lock:
             self._check_open()
             self._catalog.refresh()
             chosen = _catalog.choose_names(self._catalog, bases, mode)
             opened = self._tick()
-            first = len(self.run_names)
+            first, here = len(self.run_names), self.group.name
+            runs = zip(chosen, bases, words, configs, strict=True)
             entries = [
-                Entry(
-                    self.group.name,
-                    first + i,
-                    name,
-                    base,
-                    run_mode,
-                    opened,
-                    None if data is None else tuple(data[i].tolist()),
-                    None if data is None else key_impl,
-                    None if configs is None else _group.plain(configs[i]),
-                )
-                for i, ((name, run_mode), base) in enumerate(zip(chosen, bases, strict=True))
+                Entry(here, number, name, base, run_mode, opened, prng_key, impl, config)
+                for number, ((name, run_mode), base, prng_key, config) in enumerate(runs, first)
             ]
             self._write_entries(entries)
             self._catalog.refresh()  # another process may have chosen the same names at the same moment
-            here = self.group.name
             resolved = {e.number: r.name for r in self._catalog.records.values() for e in r.entries if e.group == here}
             self.run_names += [resolved.get(e.number, e.name) for e in entries]
             if mode == "overwrite":

@@ -1,5 +1,6 @@
 """`lox.save`: writes logs to disk at once, without a logger."""
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -68,11 +69,9 @@ def _write(writer: Writer, lanes: list[tuple[Any, logdict, Any]], impl: str | No
     for words, host, config in lanes:
         prng_key = None if words is None else (words.shape, words.tobytes())
         if prng_key not in opened:
-            if words is None or words.ndim == 1:
-                opened[prng_key] = writer.open_run(None, words, impl, config, mode)
-            else:
-                configs = None if config is None else [config] * int(np.prod(words.shape[:-1]))
-                opened[prng_key] = writer.open_runs(None, words, impl, configs, mode).reshape(words.shape[:-1])
+            shape = () if words is None else words.shape[:-1]
+            runs = writer.open_runs(None, words, impl, [config] * math.prod(shape), mode)
+            opened[prng_key] = runs.reshape(shape)
         writer.append(opened[prng_key], host)
 
 
