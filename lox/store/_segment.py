@@ -31,7 +31,7 @@ class SegmentWriter:
     def __init__(self, file: Path, batches: Batches):
         self.file, self.batches = file, batches
         self.size = 0  # up to the end of the last complete batch
-        self._preamble: bytes | None = _schema.encode(batches.schema)
+        self._preamble = _schema.encode(batches.schema)  # empty once it is written
         try:
             # O_EXCL: never write to a file of another process.
             self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
@@ -40,20 +40,18 @@ class SegmentWriter:
 
     def write_schema(self) -> None:
         """Write the schema, if no batch has done so."""
-        if self._preamble is not None:
+        if self._preamble:
             self._write(self._preamble)
-            self._preamble = None
+            self._preamble = b""
 
     def write_batch(self, rows: int, columns: Sequence[Any]) -> None:
         """Append rows, given the bytes of each column."""
         layout = self.batches.layout(rows)
-        parts: list[Any] = [layout.header] if self._preamble is None else [self._preamble, layout.header]
+        parts: list[Any] = [self._preamble, layout.header]
         for data, size in zip(columns, layout.sizes, strict=True):
-            parts.append(data)
-            if size % 8:
-                parts.append(bytes(-size % 8))
+            parts += [data, bytes(-size % 8)]
         self._write(b"".join(parts))
-        self._preamble = None
+        self._preamble = b""
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)

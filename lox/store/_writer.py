@@ -52,13 +52,11 @@ class _Table:
 
     def batch(self) -> list[Any]:
         """Return the waiting rows as the columns of a record batch, sorted by run."""
-        raw = [parts[0] if len(parts) == 1 else b"".join(parts) for parts in self.columns]
+        raw = [b"".join(parts) for parts in self.columns]
         # Keeps the joined bytes, so that trying again is cheaper if writing fails.
         self.columns = [[data] for data in raw]
         runs = np.frombuffer(raw[0], np.int32)
-        order = None
-        if (runs[1:] < runs[:-1]).any():
-            order = np.argsort(runs, kind="stable")
+        order = np.argsort(runs, kind="stable") if (runs[1:] < runs[:-1]).any() else None
         encoded = []
         for items, codec, data in zip(self.batches.items, self.batches.codecs, raw, strict=True):
             if not items:
