@@ -5,8 +5,8 @@ gets the next number, whenever it is read. The entry of a run hides the runs tha
 happens to their files.
 """
 
-import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 from lox import _errors
 from lox.store import _group, names
@@ -16,8 +16,7 @@ MODES = ("new", "append", "overwrite", "error")
 _LIKE_OPEN = {"a": "append", "w": "overwrite", "x": "error"}  # the modes of `open`
 
 
-@dataclasses.dataclass
-class Record:
+class Record(NamedTuple):
     """A run, with its entries in order."""
 
     name: str

@@ -4,10 +4,9 @@ Arrow tools know few of JAX's dtypes. The others are widened to a dtype that eve
 (bfloat16 and float8 to float32, int4 to int8, complex numbers to a last axis of two), and the original is noted.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -25,8 +24,7 @@ _SMALL = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Codec:
+class Codec(NamedTuple):
     """A dtype: its `name`, its form in memory and in Arrow, and the axis that an item has in Arrow in addition."""
 
     name: str

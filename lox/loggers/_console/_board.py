@@ -1,12 +1,11 @@
 """The numbers that the console shows: the last values of every key, their history, and their rate."""
 
 import collections
-import dataclasses
 import math
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,8 +58,7 @@ class Track:
         self.is_integer = False
 
 
-@dataclasses.dataclass(frozen=True)
-class KeyView:
+class KeyView(NamedTuple):
     """What is shown of a key; the statistics are over runs with a finite value."""
 
     key: str
@@ -76,8 +74,7 @@ class KeyView:
     is_integer: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class BoardView:
+class BoardView(NamedTuple):
     """What is shown at one moment."""
 
     runs: tuple[str, ...]

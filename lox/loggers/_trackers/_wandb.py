@@ -6,11 +6,10 @@ with them, and a row's own step is the user's as long as that keeps all rows apa
 """
 
 import collections
-import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -39,8 +38,7 @@ def client(user: str = "WandbLogger") -> Any:
 Steps = tuple[tuple[str, Any], ...]  # names and numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     steps: Steps
     cells: dict[str, Any]
 
@@ -63,7 +61,7 @@ class _Rows:
         self.run = run
         self._at = -1  # the client's step
         self._open: _Row | None = None  # the row at that step, as long as more can be added
-        self._axes: dict[str, str | None] = {}  # by name
+        self._declared: set[str] = set()  # metrics that have an axis, and the axes
 
     def write(self, rows: list[_Row], columns: Mapping[str, str]) -> None:
         """Write rows; `columns` has the column of each step."""
@@ -82,15 +80,13 @@ class _Rows:
     def _declare(self, row: _Row, columns: Mapping[str, str]) -> None:
         """Make the step the axis of metrics that are logged with it for the first time."""
         names = [name for name, _ in row.steps]
-        axis = None if not names else columns[_MAIN if _MAIN in names else names[0]]
-        for name in row.cells:
-            if axis is not None and self._axes.get(name) is None:
-                if axis not in self._axes:
-                    self._define(axis, hidden=True)
-                    self._axes[axis] = axis
-                # With `step_sync`, the client would invent steps where they are missing.
-                self._define(name, step_metric=axis, step_sync=False)
-                self._axes[name] = axis
+        for name in [name for name in row.cells if names and name not in self._declared]:
+            axis = columns[_MAIN if _MAIN in names else names[0]]
+            if axis not in self._declared:
+                self._define(axis, hidden=True)
+            # With `step_sync`, the client would invent steps where they are missing.
+            self._define(name, step_metric=axis, step_sync=False)
+            self._declared |= {axis, name}
 
     def _define(self, name: str, **options: Any) -> None:
         if "*" not in name:  # a wildcard, which cannot be escaped
