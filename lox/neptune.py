@@ -24,21 +24,13 @@ the client, which is installed by `pip install 'lox-jax[neptune]'`.
 from collections.abc import Mapping
 from typing import Any
 
-from lox.loggers._module_api import SingleRuns, SingleRunsPipeline, split
-from lox.loggers._run import LoggerState, Run
+from lox.loggers._module_api import SingleRuns, SingleRunsLogger
+from lox.loggers._run import LoggerState
 from lox.loggers._trackers._neptune import NeptuneLogger as NeptuneLogger
 
 
-class _Runs(NeptuneLogger):
-    """One logger for all runs, each with its own options."""
-
-    def _make_pipeline(self) -> SingleRunsPipeline:
-        return SingleRunsPipeline(self, "lox.neptune")
-
-    def open(self, run: Run) -> None:
-        """Begin a Neptune run with the options given to `init`."""
-        options, run.config = split(run)
-        self._begin(run, options)
+class _Runs(SingleRunsLogger, NeptuneLogger):
+    module = "lox.neptune"
 
 
 _runs = SingleRuns(_Runs)

@@ -17,20 +17,13 @@ without the client; the first use says what to install.
 from collections.abc import Mapping
 from typing import Any
 
-from lox.loggers._module_api import SingleRuns, SingleRunsPipeline, split
-from lox.loggers._run import LoggerState, Run
+from lox.loggers._module_api import SingleRuns, SingleRunsLogger
+from lox.loggers._run import LoggerState
 from lox.loggers._trackers._wandb import WandbLogger as WandbLogger
 
 
-class _Runs(WandbLogger):
-    """One logger for all runs, each with its own options."""
-
-    def _make_pipeline(self) -> SingleRunsPipeline:
-        return SingleRunsPipeline(self, "lox.wandb")
-
-    def open(self, run: Run) -> None:
-        """Begin a W&B run with the options given to `init`."""
-        self._open(run, *split(run))
+class _Runs(SingleRunsLogger, WandbLogger):
+    module = "lox.wandb"
 
 
 _runs = SingleRuns(_Runs)

@@ -165,22 +165,9 @@ class Logger:
         capacity: int | Mapping[str, int] | None = None,
         unify: bool = True,
     ) -> Callable[P, R]:
-        """Collect a function's logs and write them when it returns: one host call.
+        """Collect a function's logs and write them to the run of `state` when it returns: one host call.
 
-        Args:
-            fun: Any function of JAX arrays, jitted or not.
-            state: The run.
-            argnames: As for `lox.spool`, like the options below.
-            tags: Write only logs with one of these tags.
-            keep_logs: Also pass the logs on to outer transformations.
-            interval: Write events 0, k, 2k, ... of each key.
-            reduce: Combine the events of each key while the program runs.
-            prefix: Put in front of every key.
-            capacity: How many events of each key to make room for inside a `while_loop`.
-            unify: Has no effect: branches that log differently are always united.
-
-        Returns:
-            A function with the signature and the result of `fun`.
+        The options are those of `lox.spool`. Returns a function with the signature and the result of `fun`.
         """
         run = self._run_of(state, "spool")
         options: dict[str, Any] = dict(argnames=_names(argnames), tags=_names(tags), keep_logs=keep_logs)
@@ -212,21 +199,9 @@ class Logger:
         reduce: Any = None,
         buffer: int | None = None,
     ) -> Callable[P, R]:
-        """Write a function's logs while it runs.
+        """Write a function's logs to the run of `state` while it runs.
 
-        Args:
-            fun: Any function of JAX arrays, jitted or not.
-            state: The run.
-            argnames: As for `lox.tap`, like the options below.
-            tags: Write only logs with one of these tags.
-            prefix: Put in front of every key.
-            interval: Write events 0, k, 2k, ... of each key.
-            reduce: Combine the events of each key while the program runs, and write when the function ends; with
-                `buffer`, combine those of each host call.
-            buffer: The number of events after which the host is called.
-
-        Returns:
-            A function with the signature and the result of `fun`.
+        The options are those of `lox.tap`. Returns a function with the signature and the result of `fun`.
         """
         run = self._run_of(state, "tap")
         stream = streaming(RoutedStream, self._pipeline.receive_tap, argnames, tags, prefix, interval, reduce, buffer)

@@ -6,9 +6,7 @@ A run may end while others go on, once its last event is written.
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import jax.numpy as jnp
+from typing import Any, ClassVar
 
 from lox import _compat, _errors
 from lox._engine import _host_results
@@ -42,6 +40,21 @@ class SingleRunsPipeline(Pipeline):
             if number not in self.broken:
                 with self.isolated(f"finishing run {run.name!r}"):
                     self.logger.finish(run)
+
+
+class SingleRunsLogger(Logger):
+    """To be mixed into a tracker's logger, to make one for all runs, each with its own options."""
+
+    module: ClassVar[str]  # its name, for messages
+
+    def _make_pipeline(self) -> Pipeline:
+        return SingleRunsPipeline(self, self.module)
+
+    def _options_of(self, run: Run) -> dict[str, Any]:
+        """Return the options given to `init`, and leave the run its config."""
+        options = {name: box.value for name, box in run.config[OPTIONS].items()}
+        run.config = run.config[CONFIG]
+        return options
 
 
 class SingleRuns:
@@ -95,9 +108,7 @@ class SingleRuns:
             run: What `init` returned.
         """
         logger = self.logger()
-        pipeline = logger._pipeline
-        assert isinstance(pipeline, SingleRunsPipeline)
-        _host_results.call(pipeline.end, [jnp.asarray(logger._run_of(run, "finish"), jnp.int32)])
+        _host_results.call(logger._pipeline.end, [logger._run_of(run, "finish")])
         if _compat.is_evaluating():
             logger.flush()
 
@@ -107,9 +118,3 @@ class Box:
 
     def __init__(self, value: Any):
         self.value = value
-
-
-def split(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of a run, and its config."""
-    options = {name: box.value for name, box in run.config[OPTIONS].items()}
-    return options, run.config[CONFIG]

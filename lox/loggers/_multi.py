@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 
 from lox import _errors
-from lox._data._logdict import logdict
 from lox.loggers._batch import EndJob, Job, Rename
 from lox.loggers._logger import Logger
 from lox.loggers._pipeline import Pipeline
@@ -34,10 +33,6 @@ class MultiLogger(Logger):
 
     def _make_pipeline(self) -> Pipeline:
         return _FanOut(self)
-
-    def write(self, run: Run, logs: logdict) -> None:
-        """Raise: events go straight to the queues of the loggers, so this is never called."""
-        raise AssertionError
 
 
 class _FanOut(Pipeline):

@@ -4,38 +4,23 @@ A PRNG key travels to the host as its words, which do not tell its implementatio
 so code that handles the arrays of an event need not know.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 
-from lox._data import _arrays
 from lox._data._logdict import logdict
-from lox.store._prng_keys import KeyData, impl_name
+from lox.store._prng_keys import KeyData, impl_name, is_prng_key
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class PRNGKeyWords:
     """PRNG keys as their words, the last axis of an array, and the name of their implementation."""
 
-    __slots__ = ("impl", "words")
-
-    def __init__(self, words: Any, impl: str):
-        self.words, self.impl = words, impl
-
-    def tree_flatten(self) -> tuple[Any, str]:
-        """Return the words as the child and the implementation as structure."""
-        return (self.words,), self.impl
-
-    @classmethod
-    def tree_unflatten(cls, impl: str, children: Any) -> "PRNGKeyWords":
-        """Undo `tree_flatten`."""
-        return cls(children[0], impl)
-
-
-def is_prng_key(x: Any) -> bool:
-    """Tell whether this is an array of typed PRNG keys."""
-    return hasattr(x, "dtype") and _arrays.is_prng_key(x.dtype)
+    words: Any
+    impl: str = dataclasses.field(metadata=dict(static=True))
 
 
 def with_words(leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:

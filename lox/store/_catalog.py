@@ -5,11 +5,8 @@ gets the next number, whenever it is read. The entry of a run hides the runs tha
 happens to their files.
 """
 
-import dataclasses
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import NamedTuple
 
 from lox import _errors
 from lox.store import _group, names
@@ -19,8 +16,7 @@ MODES = ("new", "append", "overwrite", "error")
 _LIKE_OPEN = {"a": "append", "w": "overwrite", "x": "error"}  # the modes of `open`
 
 
-@dataclasses.dataclass
-class Record:
+class Record(NamedTuple):
     """A run, with its entries in order."""
 
     name: str
@@ -109,8 +105,3 @@ def choose_names(catalog: Catalog, bases: list[str], mode: str) -> list[tuple[st
         newest[base] = name
         result.append((name, run_mode))
     return result
-
-
-def words(key_data: Any) -> tuple[int, ...]:
-    """Return the words of one PRNG key."""
-    return tuple(int(word) for word in np.asarray(key_data, np.uint32).ravel())

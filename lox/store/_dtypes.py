@@ -4,10 +4,9 @@ Arrow tools know few of JAX's dtypes. The others are widened to a dtype that eve
 (bfloat16 and float8 to float32, int4 to int8, complex numbers to a last axis of two), and the original is noted.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -23,11 +22,9 @@ _SMALL = (
     *("float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
     "float8_e8m0fnu",
 )
-_PRNG_KEY = "key<{}>"  # the dtype of typed PRNG keys, as JAX writes it
 
 
-@dataclasses.dataclass(frozen=True)
-class Codec:
+class Codec(NamedTuple):
     """A dtype: its `name`, its form in memory and in Arrow, and the axis that an item has in Arrow in addition."""
 
     name: str
@@ -41,11 +38,6 @@ class Codec:
     def impl(self) -> str | None:
         """The implementation, for PRNG keys."""
         return self.name[4:-1] if self.name.startswith("key<") else None
-
-
-def prng_key_name(impl: str) -> str:
-    """Return the name of the dtype of PRNG keys."""
-    return _PRNG_KEY.format(impl)
 
 
 @functools.cache
@@ -102,8 +94,6 @@ def step_codec(name: str) -> Codec:
 
 def name_of(dtype: np.dtype[Any], what: str) -> str:
     """Return the name under which a dtype is stored, or raise an error about `what`."""
-    if dtype.name in _PLAIN:
-        return dtype.name
     try:
         return codec(dtype.name).name
     except KeyError:
@@ -113,10 +103,6 @@ def name_of(dtype: np.dtype[Any], what: str) -> str:
 
 
 # --- conversions that keep different NaNs apart, unlike those of the hardware ---
-
-
-def _without(nan: Array, x: Array) -> Array:
-    return np.where(nan, np.zeros((), x.dtype), x) if nan.any() else x
 
 
 _MANTISSA = {16: 10, 32: 23, 64: 52}  # bits of the mantissa, by bits of the float
@@ -135,7 +121,8 @@ def _widened(x: Array) -> Array:
     wide, wide_bits, _, wide_infinity, _ = _parts(2 * n)
     bits = x.view(narrow).astype(wide_bits)
     nan = (bits & (sign - 1)) > infinity
-    out = _without(nan, x).astype(wide)
+    with np.errstate(invalid="ignore"):  # of NaNs, which follow
+        out = x.astype(wide)
     if nan.any():
         shift = _MANTISSA[2 * n] - _MANTISSA[n]
         rebuilt = (bits & sign) << n | wide_infinity | (bits & mantissa) << shift
@@ -150,8 +137,8 @@ def _narrowed(x: Array) -> Array:
     narrow, narrow_bits, narrow_sign, narrow_infinity, mantissa = _parts(n)
     bits = x.view(wide_bits)
     nan = (bits & (sign - 1)) > infinity
-    with np.errstate(over="ignore"):  # only in a file that lox did not write
-        out = _without(nan, x).astype(narrow)
+    with np.errstate(invalid="ignore", over="ignore"):  # overflows are only in a file that lox did not write
+        out = x.astype(narrow)
     if nan.any():
         shift = _MANTISSA[2 * n] - _MANTISSA[n]
         rebuilt = ((bits >> n) & narrow_sign | narrow_infinity | (bits >> shift) & mantissa).astype(narrow_bits)

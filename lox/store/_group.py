@@ -1,10 +1,7 @@
-"""A group: the directory that one opening of a logger writes.
+"""A group: the directory that one opening of a logger writes, with the files that `lox.store` describes.
 
-    DIR/<group-id>/meta.json           format, versions, configuration, the writing process, whether it is done
-    DIR/<group-id>/runs.jsonl          one line for each run: its number in the group, name, PRNG key, hyper-parameters
-    DIR/<group-id>/p0000-000.arrows    segments: process, then number
-
-The id sorts by time. Only files and directories with such names are ever read, repaired or deleted.
+Its id sorts by time, and the names of segments have the numbers of process and segment. Only files and directories with
+such names are ever read, repaired or deleted.
 """
 
 import contextlib
@@ -32,7 +29,6 @@ from lox.store._segment import SegmentReader
 GROUP_ID = re.compile(r"\d{8}T\d{6}-\d{6}-[0-9a-f]{8}")
 SEGMENT = re.compile(r"p(\d{4,})-(\d{3,})\.arrows")
 _LEFTOVER = re.compile(SEGMENT.pattern + r"\.damaged|meta\.json\.\d+\.tmp")  # of repairs and of crashes
-_MEDIA = re.compile(r"[0-9a-f]{64}\.\w{1,5}")
 META, RUNS = "meta.json", "runs.jsonl"
 _RECENT = 60.0  # seconds after a write in which a writer on another machine is probably alive
 
@@ -271,13 +267,11 @@ class Group:
             # RUNS and META go last, so that an interrupted deletion can be told from damage.
             names = os.listdir(self.folder)
             segments = [name for name in names if SEGMENT.fullmatch(name) or _LEFTOVER.fullmatch(name)]
-            media = [f"media/{name}" for name in _list(self.folder / "media") if _MEDIA.fullmatch(name)]
-            for name in [*segments, *media, RUNS, META]:
+            for name in [*segments, RUNS, META]:
                 with contextlib.suppress(FileNotFoundError):
                     (self.folder / name).unlink()
-            for directory in (self.folder / "media", self.folder):
-                if directory.is_dir() and not os.listdir(directory):
-                    directory.rmdir()
+            if not os.listdir(self.folder):
+                self.folder.rmdir()
         except OSError as error:
             raise _errors.cannot_write(self.folder, error, WAY_OUT) from error
 
@@ -296,10 +290,6 @@ def _parse_lines(text: bytes) -> list[Any]:
         except (ValueError, RecursionError):
             parsed.append(None)
     return parsed
-
-
-def _list(directory: Path) -> list[str]:
-    return os.listdir(directory) if directory.is_dir() else []
 
 
 def _is_running(pid: int) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 
 from lox import _compat, _errors
 from lox._data import _arrays
-from lox.store import _dtypes, names
+from lox.store import names
 
 
 class KeyData:
@@ -23,8 +23,8 @@ class KeyData:
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype of such PRNG keys."""
-        return _dtypes.prng_key_name(self.impl)
+        """The name of the dtype of such PRNG keys, as JAX writes it."""
+        return f"key<{self.impl}>"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,11 +40,16 @@ class KeyData:
         return f"KeyData({self.data!r}, {self.impl!r})"
 
 
+def is_prng_key(x: Any) -> bool:
+    """Tell whether this is an array of typed PRNG keys."""
+    return hasattr(x, "dtype") and not isinstance(x, KeyData) and _arrays.is_prng_key(x.dtype)
+
+
 def words_of(prng_key: Any) -> tuple[np.ndarray[Any, Any], str]:
     """Return the words and the implementation of PRNG keys, typed or raw."""
     if isinstance(prng_key, KeyData):
         return prng_key.data, prng_key.impl
-    if hasattr(prng_key, "dtype") and _arrays.is_prng_key(prng_key.dtype):
+    if is_prng_key(prng_key):
         return np.asarray(jax.random.key_data(prng_key)), impl_name(prng_key)
     data = np.asarray(prng_key)
     if data.dtype != np.uint32 or not names.is_raw(data):

@@ -269,7 +269,6 @@ def _assemble(columns: list[Column], keys: Any) -> Schema:
             or any(c.name != key for c in part)
         ):
             raise DamagedError("the columns do not fit the keys")
-        _structure.build(json.loads(structure), list(part))
         schema_keys.append(Key(key, structure, part, order))
         start = stop
     if start != len(leaves) or len({key.name for key in schema_keys}) != len(schema_keys):

@@ -31,7 +31,7 @@ class SegmentWriter:
     def __init__(self, file: Path, batches: Batches):
         self.file, self.batches = file, batches
         self.size = 0  # up to the end of the last complete batch
-        self._preamble: bytes | None = _schema.encode(batches.schema)
+        self._preamble = _schema.encode(batches.schema)  # empty once it is written
         try:
             # O_EXCL: never write to a file of another process.
             self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
@@ -40,20 +40,18 @@ class SegmentWriter:
 
     def write_schema(self) -> None:
         """Write the schema, if no batch has done so."""
-        if self._preamble is not None:
+        if self._preamble:
             self._write(self._preamble)
-            self._preamble = None
+            self._preamble = b""
 
     def write_batch(self, rows: int, columns: Sequence[Any]) -> None:
         """Append rows, given the bytes of each column."""
         layout = self.batches.layout(rows)
-        parts: list[Any] = [layout.header] if self._preamble is None else [self._preamble, layout.header]
+        parts: list[Any] = [self._preamble, layout.header]
         for data, size in zip(columns, layout.sizes, strict=True):
-            parts.append(data)
-            if size % 8:
-                parts.append(bytes(-size % 8))
+            parts += [data, bytes(-size % 8)]
         self._write(b"".join(parts))
-        self._preamble = None
+        self._preamble = b""
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -147,7 +145,9 @@ class SegmentReader:
             length = _schema.message_size(prefix)
             if 8 + length > size:
                 return
-            self.schema = _schema.decode(_read(file, 8, length))
+            message = bytearray(length)
+            _read_into(file, 8, message)
+            self.schema = _schema.decode(bytes(message))
             self._batches = Batches(self.schema)
             self.end = 8 + length
         assert self._batches is not None
@@ -235,7 +235,8 @@ class SegmentReader:
         offset = self.offsets[batch] + self._batches.header_size + layout.offsets[number]
         if dtype == np.bool_:
             first, last = start * items, stop * items
-            packed = np.frombuffer(_read(file, offset + first // 8, (last + 7) // 8 - first // 8), np.uint8)
+            packed = np.empty((last + 7) // 8 - first // 8, np.uint8)
+            _read_into(file, offset + first // 8, packed)
             bits = np.unpackbits(packed, bitorder="little")
             out[:] = bits[first % 8 : first % 8 + last - first]
         else:
@@ -254,24 +255,13 @@ def _read_up_to(file: BinaryIO, offset: int, size: int) -> bytes:
     return data
 
 
-def _read(file: BinaryIO, offset: int, size: int) -> bytes:
-    data = _read_up_to(file, offset, size)
-    if len(data) < size:
-        raise _shrunk(file)
-    return data
-
-
-def _read_into(file: BinaryIO, offset: int, out: Array) -> None:
+def _read_into(file: BinaryIO, offset: int, out: Array | bytearray) -> None:
     file.seek(offset)
     rest = memoryview(out).cast("B")
     while rest:
         count = file.readinto(rest)  # type: ignore[attr-defined]
         if not count:
-            raise _shrunk(file)
+            error = _errors.StoreError(f"{file.name!r} became shorter while it was being read. Load it again.")
+            error.filename = file.name
+            raise error
         rest = rest[count:]
-
-
-def _shrunk(file: BinaryIO) -> _errors.StoreError:
-    error = _errors.StoreError(f"{file.name!r} became shorter while it was being read. Load it again.")
-    error.filename = file.name
-    return error

@@ -4,6 +4,7 @@ Dicts, lists, tuples, None, `lox.Histogram` and `lox.Image` come back as they we
 other registered node comes back as a dict of its fields: to restore the class, a file would have to name code to call.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -74,13 +75,10 @@ def tree_paths(structure: Any) -> list[list[Any]]:
 
 
 def count(structure: Any) -> int:
-    """Count the arrays."""
-    if structure == LEAF:
-        return 1
-    if structure is None:
-        return 0
-    kind, children = _open(structure)
-    return sum(count(child[1] if kind in _NAMED else child) for child in children)
+    """Count the arrays; raise a ValueError for an invalid structure."""
+    numbers = itertools.count()
+    _build(structure, numbers)
+    return next(numbers)
 
 
 def build(structure: Any, leaves: list[Any]) -> Any:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,65 @@ from lox._data import _sites
 from lox.store import _catalog, _group, _open, names
 from lox.store._catalog import Catalog
 from lox.store._group import Entry
+from lox.store._record_batch import Batches
 from lox.store._schema import Schema
 from lox.store._segment import WAY_OUT, SegmentWriter
-from lox.store._table import Table
-from lox.store._to_rows import Rows
+from lox.store._to_rows import Piece, Rows
 
 Array = np.ndarray[Any, Any]
 
 _MAX_OPEN = 64  # segments open at once, because each has a file descriptor
 _MAX_PENDING = 256 << 20  # bytes to keep while nothing can be written
+
+
+class _Table:
+    """Rows of one schema waiting to be written, and the segment that they go to."""
+
+    def __init__(self, schema: Schema):
+        self.batches = Batches(schema)
+        self.segment: SegmentWriter | None = None
+        self.started = False  # whether the schema is written, even without rows, because the keys exist
+        self.columns: list[list[bytes]] = [[] for _ in self.batches.columns]
+        self.rows = 0
+        self.size = 0  # of the rows, in bytes
+
+    def add(self, piece: Piece, wall: bytes) -> int:
+        """Add rows; return their size in bytes."""
+        if not piece.rows:
+            return 0
+        size = 0
+        columns = [piece.runs, wall * piece.rows, *piece.columns]
+        for waiting, data in zip(self.columns, columns, strict=True):
+            waiting.append(data)
+            size += len(data)
+        self.rows += piece.rows
+        self.size += size
+        return size
+
+    def batch(self) -> list[Any]:
+        """Return the waiting rows as the columns of a record batch, sorted by run."""
+        raw = [b"".join(parts) for parts in self.columns]
+        # Keeps the joined bytes, so that trying again is cheaper if writing fails.
+        self.columns = [[data] for data in raw]
+        runs = np.frombuffer(raw[0], np.int32)
+        order = np.argsort(runs, kind="stable") if (runs[1:] < runs[:-1]).any() else None
+        encoded = []
+        for items, codec, data in zip(self.batches.items, self.batches.codecs, raw, strict=True):
+            if not items:
+                encoded.append(b"")
+                continue
+            if order is not None:
+                data = np.frombuffer(data, np.dtype((np.void, len(data) // self.rows)))[order].tobytes()
+            stored = codec.encode(np.frombuffer(data, codec.memory))
+            if stored.dtype == np.bool_:
+                stored = np.packbits(stored, bitorder="little")
+            encoded.append(stored.data)
+        return encoded
+
+    def clear(self) -> None:
+        """Forget the rows, which are on disk now."""
+        self.columns = [[] for _ in self.batches.columns]
+        self.rows = self.size = 0
 
 
 class Writer:
@@ -49,6 +98,7 @@ class Writer:
         path: The directory.
         group: This writer's own directory inside it.
         run_names: The name of each run, by its number.
+        closed: Whether nothing can be appended any more.
     """
 
     def __init__(
@@ -71,18 +121,17 @@ class Writer:
         self._pid = os.getpid()
         self._catalog = Catalog(self.path)
         self._rows = Rows()
-        self._tables: dict[Schema, Table] = {}  # the last one written comes last
+        self._tables: dict[Schema, _Table] = {}  # the last one written comes last
         self._pending = 0
-        self._pending_rows = 0
         self._refused = 0  # pending bytes when writing failed, to try again when there are more
         self._wall = 0.0
         self._segments = 0
         self._unsynced: list[str] = []  # segments written to since the last fsync
         self._warned = False
-        self._closed = True  # until it is open
+        self.closed = True  # until it is open
         self.group = _group.create(self.path).resolve()
         _group.write_meta(self.group, self._created, self._process, "open", self._config)
-        self._closed = False
+        self.closed = False
         _open.register(self.path, self.flush, self.close)
 
     # --- runs ---
@@ -121,39 +170,30 @@ class Writer:
     ) -> Array:
         """Open many runs at once, by names or PRNG keys `(run, words)`, with a configuration for each."""
         mode = _catalog.check_mode(mode)
-        data = None if key_data is None else np.asarray(key_data, np.uint32)
-        if data is not None:
+        bases, words, impl = [names.UNNAMED], None, None
+        if key_data is not None:
+            data = np.asarray(key_data, np.uint32)
             data = data.reshape(-1, data.shape[-1])
-            key_impl = key_impl or names.impl_of_raw(data)
-        if run_names is not None:
-            bases = list(run_names)
-        else:
-            bases = [names.UNNAMED] if data is None else names.base_names(data, key_impl)
-        if (data is not None and len(data) != len(bases)) or (configs is not None and len(configs) != len(bases)):
+            impl = key_impl or names.impl_of_raw(data)
+            bases, words = names.base_names(data, impl), [tuple(row) for row in data.tolist()]
+        bases = bases if run_names is None else list(run_names)
+        words = [None] * len(bases) if words is None else words
+        configs = [None] * len(bases) if configs is None else [_group.plain(config) for config in configs]
+        if not len(words) == len(configs) == len(bases):
             raise _errors.OptionError(f"{len(bases)} runs need as many PRNG keys and configurations.")
         with self._lock:
             self._check_open()
             self._catalog.refresh()
             chosen = _catalog.choose_names(self._catalog, bases, mode)
             opened = self._tick()
-            first = len(self.run_names)
+            first, here = len(self.run_names), self.group.name
+            runs = zip(chosen, bases, words, configs, strict=True)
             entries = [
-                Entry(
-                    self.group.name,
-                    first + i,
-                    name,
-                    base,
-                    run_mode,
-                    opened,
-                    None if data is None else _catalog.words(data[i]),
-                    None if data is None else key_impl,
-                    None if configs is None else _group.plain(configs[i]),
-                )
-                for i, ((name, run_mode), base) in enumerate(zip(chosen, bases, strict=True))
+                Entry(here, number, name, base, run_mode, opened, prng_key, impl, config)
+                for number, ((name, run_mode), base, prng_key, config) in enumerate(runs, first)
             ]
             self._write_entries(entries)
             self._catalog.refresh()  # another process may have chosen the same names at the same moment
-            here = self.group.name
             resolved = {e.number: r.name for r in self._catalog.records.values() for e in r.entries if e.group == here}
             self.run_names += [resolved.get(e.number, e.name) for e in entries]
             if mode == "overwrite":
@@ -209,9 +249,8 @@ class Writer:
             for piece in pieces:
                 table = self._tables.get(piece.schema)
                 if table is None:
-                    table = self._tables[piece.schema] = Table(piece.schema)
+                    table = self._tables[piece.schema] = _Table(piece.schema)
                 self._pending += table.add(piece, stamp)
-                self._pending_rows += piece.rows
             if self._pending - self._refused >= self._buffer_bytes:
                 self._write_pending()
 
@@ -230,7 +269,6 @@ class Writer:
             if table.rows:
                 segment.write_batch(table.rows, table.batch())
                 self._pending -= table.size
-                self._pending_rows -= table.rows
                 table.clear()
             else:
                 segment.write_schema()
@@ -240,7 +278,7 @@ class Writer:
         self._refused = 0
         self._forget_old_tables()
 
-    def _segment_of(self, schema: Schema, table: Table) -> SegmentWriter:
+    def _segment_of(self, schema: Schema, table: _Table) -> SegmentWriter:
         self._tables[schema] = self._tables.pop(schema)  # moved to the end
         if table.segment is None or table.segment.closed:
             self._close_oldest_segments()
@@ -277,7 +315,7 @@ class Writer:
     def flush(self, fsync: bool = False) -> None:
         """Make everything that was appended readable by others; with `fsync`, also safe from a loss of power."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
             self._check_open()
             self._write_pending()
@@ -291,36 +329,37 @@ class Writer:
     def close(self) -> None:
         """Flush and close the files. Afterwards nothing can be appended; closing again does nothing."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
             self._check_open()
             try:
                 self._write_pending()
-                for table in self._tables.values():
-                    if table.segment is not None:
-                        table.segment.close()
+                for segment in self._open_segments():
+                    segment.close()
                 if self.run_names:
                     _group.write_meta(self.group, self._created, self._process, "closed", self._config)
                 else:  # an empty group is useless
                     _group.Group(self.group).delete()
             except _errors.StoreError as error:
-                lost = f"\n{self._pending_rows} events were not written." if self._pending_rows else ""
-                raise _with_note(error, lost) from error
+                rows = sum(table.rows for table in self._tables.values())
+                lost = f"\n{rows} events were not written." if rows else ""
+                refused = _errors.StoreError(str(error).splitlines()[0] + lost)
+                refused.errno, refused.filename = error.errno, error.filename
+                raise refused from error
             finally:
-                for table in self._tables.values():
-                    if table.segment is not None:
-                        table.segment.abandon()
-                self._closed = True
+                for segment in self._open_segments():
+                    segment.abandon()
+                self.closed = True
                 self._tables.clear()
                 _open.unregister(self.flush)
 
     def __del__(self) -> None:
         # Nothing is lost if the user does not close it. In a fork, it is the parent's to close.
-        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+        if not getattr(self, "closed", True) and os.getpid() == self._pid:
             self.close()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise _errors.StoreError(f"the writer of {str(self.path)!r} is closed. Make a new one.")
         if os.getpid() != self._pid:
             raise _errors.StoreError(
@@ -328,17 +367,10 @@ class Writer:
                 "Make a new one."
             )
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
             self.close()
         except _errors.StoreError as refused:
@@ -361,9 +393,3 @@ def _sync(file: Path) -> None:
         pass  # no run is open yet
     except OSError as error:
         raise _errors.cannot_write(file, error, WAY_OUT) from error
-
-
-def _with_note(error: _errors.StoreError, note: str) -> _errors.StoreError:
-    new = _errors.StoreError(str(error).splitlines()[0] + note)
-    new.errno, new.filename = error.errno, error.filename
-    return new

@@ -1,12 +1,11 @@
 """The numbers that the console shows: the last values of every key, their history, and their rate."""
 
 import collections
-import dataclasses
 import math
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,8 +58,7 @@ class Track:
         self.is_integer = False
 
 
-@dataclasses.dataclass(frozen=True)
-class KeyView:
+class KeyView(NamedTuple):
     """What is shown of a key; the statistics are over runs with a finite value."""
 
     key: str
@@ -76,8 +74,7 @@ class KeyView:
     is_integer: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class BoardView:
+class BoardView(NamedTuple):
     """What is shown at one moment."""
 
     runs: tuple[str, ...]
@@ -114,15 +111,17 @@ class Board:
             ids = [run.id for run in runs]
             flat = leaf_by_leaf(logs)
             for key, values in flat.items():
-                self._update_key(ids, key, _in_numbers(values), flat.valid.get(key))
+                valid = self._update_key(ids, key, _in_numbers(values), flat.valid.get(key))
                 for name, by_key in flat.steps.items():
                     if key in by_key:
-                        self._update_step(ids, name, by_key[key], flat.valid.get(key))
+                        steps = by_key[key].astype(np.float64).reshape(*valid.shape, -1).max(2)
+                        _keep_last(self._steps.setdefault(name, {}), ids, steps, valid)
             self._recent.append((now, self._events - before))
             while self._recent and self._recent[0][0] < now - _WINDOW:
                 self._recent.popleft()
 
-    def _update_key(self, ids: list[int], key: str, values: np.ndarray, valid: np.ndarray | None) -> None:
+    def _update_key(self, ids: list[int], key: str, values: np.ndarray, valid: np.ndarray | None) -> np.ndarray:
+        """Update a key, and return which events of each run are valid, that is in at least one lane inside the run."""
         track = self._tracks.setdefault(key, Track())
         track.is_integer = values.dtype.kind in "iu"
         track.shape = values.shape[2:]
@@ -135,23 +134,11 @@ class Board:
         # An array is shown by its mean, without invalid lanes.
         numbers = numbers.mean(2) if valid is None else _mean(numbers, ~np.isnan(numbers), 2)
         valid = np.ones(numbers.shape, bool) if valid is None else valid
-        for lane, number in enumerate(ids):
-            slots = np.flatnonzero(valid[lane])
-            if len(slots):
-                track.last[number] = float(numbers[lane, slots[-1]])
+        _keep_last(track.last, ids, numbers, valid)
         track.history.add(_mean(numbers, valid, 0)[valid.any(0)])
         track.events += int(valid.sum())
         self._events += int(valid.sum())
-
-    def _update_step(self, ids: list[int], name: str, steps: np.ndarray, valid: np.ndarray | None) -> None:
-        last = self._steps.setdefault(name, {})
-        steps = steps.astype(np.float64).reshape(*steps.shape[:2], -1).max(2)
-        for lane, number in enumerate(ids):
-            lane_steps = steps[lane]
-            if valid is not None:
-                lane_steps = lane_steps[valid[lane].reshape(len(lane_steps), -1).any(1)]
-            if len(lane_steps):
-                last[number] = float(lane_steps[-1])
+        return valid
 
     def view(self, now: float | None = None) -> BoardView:
         """Return what to show now."""
@@ -174,6 +161,13 @@ class Board:
                 rate=sum(n for _, n in recent) / span if span > 0.05 else 0.0,
                 elapsed=now - self._started,
             )
+
+
+def _keep_last(last: dict[int, float], ids: list[int], x: np.ndarray, valid: np.ndarray) -> None:
+    """Remember the last valid number of each run, of numbers `(lane, event)`."""
+    for number, events, is_valid in zip(ids, x, valid, strict=True):
+        if is_valid.any():
+            last[number] = float(events[is_valid][-1])
 
 
 def _mean(x: np.ndarray, valid: np.ndarray, axis: int) -> np.ndarray:

@@ -227,13 +227,12 @@ host_tick_p.multiple_results = True
 
 @tick_p.def_effectful_abstract_eval
 @host_tick_p.def_effectful_abstract_eval
-def _abstract_eval(number: Any, count: Any, due: Any, **params: Any) -> Any:
-    del count, due, params
+def _abstract_eval(number: Any, *others: Any, **params: Any) -> Any:
+    del others, params
     return [number, number], _compat.host_call_effects
 
 
-def _call(owner: progress, kind: str, number: Any, count: Any, due: Any) -> tuple[Any, Any]:
-    del due
+def _call(owner: progress, kind: str, number: Any, count: Any) -> tuple[Any, Any]:
     try:
         return tuple(np.int32(x) for x in owner._tick(kind, int(number), int(count)))  # type: ignore[return-value]
     except Exception as error:  # a bar that cannot be drawn must not end the program
@@ -245,7 +244,7 @@ def _call(owner: progress, kind: str, number: Any, count: Any, due: Any) -> tupl
 def _impl(number: Any, count: Any, due: Any, *, owner: progress, kind: str) -> list[Any]:
     if kind == "step" and int(count) < int(due):
         return [number, due]
-    return [jnp.asarray(x) for x in _call(owner, kind, number, count, due)]
+    return [jnp.asarray(x) for x in _call(owner, kind, number, count)]
 
 
 def _lower_host(ctx: Any, *operands: Any, owner: progress, kind: str) -> Any:
@@ -256,7 +255,7 @@ mlir.register_lowering(host_tick_p, _lower_host)
 
 
 def _when_due(number: Any, count: Any, due: Any, **params: Any) -> list[Any]:
-    call = lambda: host_tick_p.bind(number, count, due, **params)  # noqa: E731
+    call = lambda: host_tick_p.bind(number, count, **params)  # noqa: E731
     if params["kind"] != "step":
         return call()
     return lax.cond(count >= due, call, lambda: [number, due])

@@ -66,9 +66,8 @@ def remaining(done: float, total: float, elapsed: float) -> str:
 
 def title(view: BoardView) -> str:
     """Name the run, or count the runs."""
-    names = list(dict.fromkeys(view.runs))
     if len(view.runs) == 1:
-        return f"run {_short(names[0])}"
+        return f"run {_short(view.runs[0])}"
     return f"{len(view.runs)} runs" if view.runs else "no runs"
 
 
@@ -88,13 +87,12 @@ def sections(keys: tuple[KeyView, ...]) -> dict[str, list[KeyView]]:
 def line(view: BoardView, many: int = 8) -> str:
     """Format everything in one line."""
     parts = [f"{duration(view.elapsed)} {title(view)}"]
-    totals = {name: total for name, _, total in view.progress}
+    progress = {name: (done, total) for name, done, total in view.progress}
     for name, value in view.steps:
         text = f"{name} {number(value, True)}"
-        if name in totals:
-            done = next(done for step, done, _ in view.progress if step == name)
-            text += f"/{number(totals[name], True)} ({done / totals[name]:.0%}, "
-            text += f"{remaining(done, totals[name], view.elapsed)})"
+        if name in progress:
+            done, total = progress[name]
+            text += f"/{number(total, True)} ({done / total:.0%}, {remaining(done, total, view.elapsed)})"
         parts.append(text)
     for key in view.keys[:many]:
         spread = f" ± {number(key.std)}" if key.runs > 1 and math.isfinite(key.mean) else ""
@@ -182,20 +180,20 @@ def _grid(view: BoardView, width: int, height: int | None) -> tuple[Any, int]:
             grid.add_column("min", justify="right", no_wrap=True)
             grid.add_column("max", justify="right", no_wrap=True)
     grid.add_column("trend", no_wrap=True, min_width=_TREND if width >= 60 else 8)
-    room = None if height is None else max(3, height - 5 - 2 * bool(view.progress) - len(view.progress))
+    room = math.inf if height is None else max(3, height - 5 - 2 * bool(view.progress) - len(view.progress))
     hidden = 0
     for name, keys in sections(view.keys).items():
-        if room is not None and room < 1 + bool(name):
+        if room < 1 + bool(name):
             hidden += len(keys)
             continue
         if name:
             grid.add_row(Text(_short(name), style="bold magenta"))
-            room = None if room is None else room - 1
+            room -= 1
         for key in keys:
-            if room is not None and room < 1:
+            if room < 1:
                 hidden += 1
                 continue
-            room = None if room is None else room - 1
+            room -= 1
             grid.add_row(*_cells(key, bool(name), several, width))
     return grid, hidden
 

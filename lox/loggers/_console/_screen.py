@@ -58,16 +58,16 @@ class Screen:
         with self._lock:
             if part not in self._parts:
                 return
-            live = self._live is not None
-            self._stop()
+            live, self._live = self._live, None
+            if live is not None:
+                live.stop()
             self._parts.remove(part)
-            if live and keep:
-                size = self._console.size
-                self._console.print(part.picture(size.width, 10_000))
-            elif not live and keep:
+            if keep and live is not None:
+                self._console.print(part.picture(self._console.size.width, 10_000))
+            elif keep:
                 self._print_line(part)
             self._printed.pop(id(part), None)
-            if live:
+            if live is not None:
                 self._start()
 
     def _print_line(self, part: Part) -> None:
@@ -96,11 +96,6 @@ class Screen:
         except LiveError:  # the program has a live display of its own: print lines above it
             return
         self._live = live
-
-    def _stop(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
 
     def _picture(self) -> Any:
         from rich.console import Group

@@ -1,7 +1,6 @@
 """`CsvLogger`: a table per run."""
 
 import csv
-import functools
 import io
 import json
 import os
@@ -9,7 +8,7 @@ from typing import Any
 
 from lox._data._logdict import logdict
 from lox.loggers._files._plain import FileLogger, RunFile
-from lox.loggers._files._rows import leaf_by_leaf, rows, strict_json
+from lox.loggers._files._rows import leaf_by_leaf, strict_json
 from lox.loggers._run import Run
 
 
@@ -45,8 +44,7 @@ class CsvLogger(FileLogger):
     def write(self, run: Run, logs: logdict) -> None:
         """Add one row per event."""
         run_file: RunFile = run.resource
-        picture = functools.partial(self.save_picture, run)
-        table = [_cells(run_file, steps, values) for steps, values in rows(leaf_by_leaf(logs), picture)]
+        table = [{column: _cell(x) for column, x in row.items()} for row in self.rows(run, leaf_by_leaf(logs))]
         new = list(dict.fromkeys(column for row in table for column in row if column not in run_file.columns))
         if new:
             self._widen(run, [*run_file.columns, *new])
@@ -73,11 +71,6 @@ class CsvLogger(FileLogger):
             wider.unlink(missing_ok=True)
             raise
         run_file.columns = columns
-
-
-def _cells(run_file: RunFile, steps: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    cells = {run_file.labels.of("step", name): _cell(x) for name, x in steps.items()}
-    return cells | {run_file.labels.of("key", key): _cell(x) for key, x in values.items()}
 
 
 def _cell(value: Any) -> Any:

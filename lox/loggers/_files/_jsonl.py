@@ -1,11 +1,10 @@
 """`JsonlLogger`: a JSON object per event."""
 
-import functools
 import json
 
 from lox._data._logdict import logdict
 from lox.loggers._files._plain import FileLogger
-from lox.loggers._files._rows import rows, strict_json
+from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Run
 
 
@@ -33,10 +32,5 @@ class JsonlLogger(FileLogger):
 
     def write(self, run: Run, logs: logdict) -> None:
         """Add one line per event."""
-        label = run.resource.labels.of
-        lines = []
-        for steps, values in rows(logs, functools.partial(self.save_picture, run)):
-            line = {label("step", name): x for name, x in steps.items()}
-            line |= {label("key", key): x for key, x in values.items()}
-            lines.append(json.dumps(strict_json(line), allow_nan=False) + "\n")
+        lines = [json.dumps(strict_json(row), allow_nan=False) + "\n" for row in self.rows(run, logs)]
         self.append(run, "".join(lines))

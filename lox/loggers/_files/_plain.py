@@ -2,22 +2,26 @@
 
 import collections
 import errno
+import functools
 import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 import numpy as np
 
 from lox import _errors
 from lox._data._image import png
-from lox.loggers._files._rows import Labels, strict_json
+from lox._data._logdict import logdict
+from lox.loggers._files._rows import Labels, rows, strict_json
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run
 
 _MAX_OPEN = 64
+# Errors of `fsync` on what is not on a disk, such as a pipe: there is nothing more to do.
+_NO_DISK = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def folder(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -61,7 +65,11 @@ class OpenFiles(collections.OrderedDict[pathlib.Path, IO[Any]]):
         """Ask the system to put everything on disk."""
         for file in self.values():
             file.flush()
-            _put_on_disk(file)
+            try:
+                os.fsync(file.fileno())  # a disk that is full or broken may report it only now
+            except OSError as error:
+                if error.errno not in _NO_DISK:
+                    raise
 
 
 class RunFile:
@@ -92,6 +100,13 @@ class FileLogger(Logger):
             config = json.dumps(strict_json(run.config), indent=2)
             (self.path / f"{run.name}{self.suffix}.config.json").write_text(config + "\n", encoding="utf-8")
 
+    def rows(self, run: Run, logs: logdict) -> Iterator[dict[str, Any]]:
+        """Yield each event as steps and values by the names of their columns; a picture is the name of its file."""
+        label = run.resource.labels.of
+        for steps, values in rows(logs, functools.partial(self.save_picture, run)):
+            row = {label("step", name): x for name, x in steps.items()}
+            yield row | {label("key", key): x for key, x in values.items()}
+
     def append(self, run: Run, text: str) -> None:
         """Add text to the run's file, so that others see it at once."""
         file = self.open_files.use(run.resource.file)
@@ -114,16 +129,3 @@ class FileLogger(Logger):
     def finish(self, run: Run) -> None:
         """Close the file."""
         self.open_files.close(run.resource.file)
-
-
-# Errors of `fsync` on what is not on a disk, such as a pipe: there is nothing more to do.
-_NO_DISK = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-
-
-def _put_on_disk(file: IO[Any]) -> None:
-    """Sync a file. A disk that is full or broken may report it only now."""
-    try:
-        os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno not in _NO_DISK:
-            raise

@@ -1,5 +1,6 @@
 """`lox.save`: writes logs to disk at once, without a logger."""
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +9,14 @@ import jax
 import numpy as np
 
 from lox import _compat
-from lox._data import _arrays, _lanes
+from lox._data import _lanes
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
 from lox._engine import _host_results
 from lox._engine._primitive import as_array
 from lox.loggers._run import ConfigPlan
 from lox.store._catalog import check_mode
-from lox.store._prng_keys import KeyData, impl_name, words_of
+from lox.store._prng_keys import KeyData, impl_name, is_prng_key, words_of
 from lox.store._writer import Writer
 
 
@@ -68,20 +69,18 @@ def _write(writer: Writer, lanes: list[tuple[Any, logdict, Any]], impl: str | No
     for words, host, config in lanes:
         prng_key = None if words is None else (words.shape, words.tobytes())
         if prng_key not in opened:
-            if words is None or words.ndim == 1:
-                opened[prng_key] = writer.open_run(None, words, impl, config, mode)
-            else:
-                configs = None if config is None else [config] * int(np.prod(words.shape[:-1]))
-                opened[prng_key] = writer.open_runs(None, words, impl, configs, mode).reshape(words.shape[:-1])
+            shape = () if words is None else words.shape[:-1]
+            runs = writer.open_runs(None, words, impl, [config] * math.prod(shape), mode)
+            opened[prng_key] = runs.reshape(shape)
         writer.append(opened[prng_key], host)
 
 
 def _save_in_program(logs: logdict, path: str | os.PathLike[str], key: Any, mode: str, config: Any) -> None:
     leaves, treedef = jax.tree.flatten(logs)
-    impls = [impl_name(x) if _is_prng_key(x) else None for x in leaves]
-    values = [jax.random.key_data(x) if _is_prng_key(x) else as_array(x, "these logs") for x in leaves]
-    words = [] if key is None else [jax.random.key_data(key) if _is_prng_key(key) else key]
-    key_impl = impl_name(key) if words and _is_prng_key(key) else None
+    impls = [impl_name(x) if is_prng_key(x) else None for x in leaves]
+    values = [jax.random.key_data(x) if is_prng_key(x) else as_array(x, "these logs") for x in leaves]
+    words = [] if key is None else [jax.random.key_data(key) if is_prng_key(key) else key]
+    key_impl = impl_name(key) if is_prng_key(key) else None
     plan, arrays = ConfigPlan.of(config)
 
     def write(valid: Laned, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> list[Any]:
@@ -102,15 +101,11 @@ def _save_in_program(logs: logdict, path: str | os.PathLike[str], key: Any, mode
     _host_results.call(write, [*values, *words, *arrays])
 
 
-def _is_prng_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and not isinstance(x, KeyData) and _arrays.is_prng_key(x.dtype)
-
-
 def _on_host(logs: logdict) -> logdict:
     """Convert logs to NumPy arrays, without invalid events."""
 
     def to_numpy(x: Any) -> Any:
-        if _is_prng_key(x):
+        if is_prng_key(x):
             return KeyData(jax.random.key_data(x), impl_name(x))
         return x if isinstance(x, KeyData) else np.asarray(x)
 

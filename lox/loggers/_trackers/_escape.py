@@ -6,7 +6,7 @@ looks like such a code, its underscore is escaped, so that no two keys share a n
 
 import re
 
-_INSIDE = "x(?:[0-9a-f]*|inf|nonfinite)"  # the words belong to suffixes that loggers add
+_INSIDE = "x(?:([0-9a-f]+)|inf|nonfinite|)"  # the words belong to suffixes that loggers add
 _CODE = re.compile(f"_{_INSIDE}_")
 
 MARK = "_x_"  # the code of nothing, which makes another name for the same key
@@ -39,9 +39,4 @@ def unescape(name: str) -> str:
     >>> unescape("a_x5b_0_x5d_"), unescape("grad_norm"), unescape("loss_xinf_")
     ('a[0]', 'grad_norm', 'loss')
     """
-    return _CODE.sub(_character, name)
-
-
-def _character(code: re.Match[str]) -> str:
-    digits = code[0][2:-1]
-    return "" if digits in ("", "inf", "nonfinite") else chr(int(digits, 16))
+    return _CODE.sub(lambda code: chr(int(code[1], 16)) if code[1] else "", name)

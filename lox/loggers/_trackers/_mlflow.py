@@ -1,11 +1,12 @@
 """`MLflowLogger`: logs to MLflow."""
 
 import collections
+import itertools
 import json
 import os
 import posixpath
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,10 @@ from lox import _errors
 from lox._data._histogram import Histogram
 from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Names, Run
-from lox.loggers._trackers._clients import client
-from lox.loggers._trackers._config import flat
+from lox.loggers._trackers._clients import client, flat, pillow
 from lox.loggers._trackers._curves import Curve, CurveLogger, json_lines
 from lox.loggers._trackers._entries import MOST_ELEMENTS, raise_problems
 from lox.loggers._trackers._escape import INFINITE, MARK, escape, unescape
-from lox.loggers._trackers._media import pillow
 
 # The client's limits for one call, and for names and values.
 _METRICS, _PARAMS, _NAME, _VALUE = 1000, 100, 250, 6000
@@ -62,6 +61,8 @@ class MLflowLogger(CurveLogger):
         max_elements: The size of the largest array whose elements become metrics.
     """
 
+    key_of = staticmethod(unescape)  # the key that a metric belongs to
+
     def __init__(
         self,
         experiment: str = "lox",
@@ -85,11 +86,6 @@ class MLflowLogger(CurveLogger):
         self._client: Any = None  # made with the first run, because it creates the database
         self._experiment_id = ""
         self._names = Names()
-
-    @staticmethod
-    def key_of(name: str) -> str:
-        """Return the key that a metric belongs to."""
-        return unescape(name)
 
     def open(self, run: Run) -> None:
         """Create an MLflow run."""
@@ -148,7 +144,7 @@ class MLflowLogger(CurveLogger):
             problems.append(_too_long(curve.name, _FILE_NAME))
             return []
         if is_histogram:
-            file = f"histograms/{name}/{run.resource.next_file(name):06d}.jsonl"
+            file = f"histograms/{name}/{next(run.resource.files[name]):06d}.jsonl"
             self._client.log_text(run.resource.id, json_lines(curve), file)
             return self._in_numbers(curve)
         for step, image in curve.events():
@@ -172,12 +168,7 @@ class _MLflowRun:
     def __init__(self, id: str):
         self.id = id
         self._last: dict[str, tuple[int, int]] = {}  # time and step of each metric
-        self._files: collections.Counter[str] = collections.Counter()  # by histogram
-
-    def next_file(self, name: str) -> int:
-        """Number the next file of a histogram."""
-        self._files[name] += 1
-        return self._files[name] - 1
+        self.files = collections.defaultdict[str, Iterator[int]](itertools.count)  # of each histogram
 
     def times(self, name: str, steps: np.ndarray) -> np.ndarray:
         """Return timestamps in milliseconds that keep the events of a metric in order and apart."""

@@ -12,8 +12,7 @@ from lox._data._histogram import Histogram
 from lox._data._image import png
 from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Names, Run
-from lox.loggers._trackers._clients import client
-from lox.loggers._trackers._config import flat
+from lox.loggers._trackers._clients import client, flat
 from lox.loggers._trackers._curves import Curve, CurveLogger, json_lines
 from lox.loggers._trackers._entries import MOST_ELEMENTS, raise_problems
 from lox.loggers._trackers._escape import MARK, NONFINITE, escape, unescape
@@ -56,6 +55,8 @@ class NeptuneLogger(CurveLogger):
         **kwargs: Arguments of `neptune.init_run`. Capturing output, hardware and source files is off by default.
     """
 
+    key_of = staticmethod(unescape)  # the key that a series belongs to
+
     def __init__(
         self, *, step: str = "step", arrays: str = "elements", max_elements: int = MOST_ELEMENTS, **kwargs: Any
     ):
@@ -64,23 +65,21 @@ class NeptuneLogger(CurveLogger):
         self._names = Names()
         self._kwargs = kwargs
 
-    @staticmethod
-    def key_of(name: str) -> str:
-        """Return the key that a series belongs to."""
-        return unescape(name)
-
     def open(self, run: Run) -> None:
         """Begin a Neptune run."""
-        self._begin(run, self._kwargs)
-
-    def _begin(self, run: Run, kwargs: dict[str, Any]) -> None:
+        given = self._options_of(run)
         self._names.take(run)
-        options = {**_DEFAULTS, "name": run.name, **kwargs}
+        options = {**_DEFAULTS, "name": run.name, **given}
         if options.get("mode") is None and not os.environ.get("NEPTUNE_MODE"):
             options["mode"] = "offline"
         run.resource = _NeptuneRun(self._client.init_run(**options))
         for scope, value in flat(run.config):
             run.resource.client[run.resource.fields.of("config", "config/" + "/".join(scope))] = _plain(value)
+
+    def _options_of(self, run: Run) -> dict[str, Any]:
+        """Return the arguments of `neptune.init_run`, for a run that begins."""
+        del run
+        return self._kwargs
 
     def send(self, run: Run, curves: list[Curve]) -> None:
         """Make one call per series."""

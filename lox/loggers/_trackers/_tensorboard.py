@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import os
-import pathlib
 import socket
 import time
 from typing import Any
@@ -24,15 +23,6 @@ from lox.loggers._trackers._curves import Curve, CurveLogger
 from lox.loggers._trackers._entries import MOST_ELEMENTS
 
 _files = itertools.count()
-
-
-class _RunFolder:
-    """The event file of one run."""
-
-    def __init__(self, folder: pathlib.Path):
-        self.file = folder / (
-            f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
-        )
 
 
 class TensorBoardLogger(CurveLogger):
@@ -103,7 +93,8 @@ class TensorBoardLogger(CurveLogger):
         self.path.mkdir(parents=True, exist_ok=True)
         # `mkdir` fails if the folder exists, so that two processes never share one.
         create_for(run, lambda name: (self.path / name).mkdir())
-        run.resource = _RunFolder(self.path / run.name)
+        unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
+        run.resource = self.path / run.name / f"events.out.tfevents.{unique}"
         self._append(run, _tfevents.header(time.time()))
         if run.config:
             config = json.dumps(strict_json(run.config), indent=2)
@@ -128,7 +119,7 @@ class TensorBoardLogger(CurveLogger):
                     self._append(run, b"".join(chunk))
 
     def _append(self, run: Run, data: bytes) -> None:
-        file = self._open_files.use(run.resource.file)
+        file = self._open_files.use(run.resource)
         rest = memoryview(data)
         while rest:
             rest = rest[file.write(rest) :]
@@ -140,7 +131,7 @@ class TensorBoardLogger(CurveLogger):
     def finish(self, run: Run) -> None:
         """Close the file."""
         super().finish(run)
-        self._open_files.close(run.resource.file)
+        self._open_files.close(run.resource)
 
 
 def _encoded(curve: Curve, wall: float) -> list[bytes]:
@@ -148,10 +139,5 @@ def _encoded(curve: Curve, wall: float) -> list[bytes]:
         return []
     if isinstance(curve.value, np.ndarray):
         return [_tfevents.scalars(curve.name, curve.steps, curve.value, wall).tobytes()]
-    return [_media(curve.name, step, value, wall) for step, value in curve.events()]
-
-
-def _media(name: str, step: int, value: Any, wall: float) -> bytes:
-    if isinstance(value, Histogram):
-        return _tfevents.histogram(name, step, value, wall)
-    return _tfevents.image(name, step, value.pixels, wall)
+    encode = _tfevents.histogram if isinstance(curve.value, Histogram) else _tfevents.image
+    return [encode(curve.name, step, value, wall) for step, value in curve.events()]

@@ -6,13 +6,13 @@ a row's checksum is that of a common row, xor what each differing byte contribut
 """
 
 import struct
-from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from lox._data._histogram import Histogram
-from lox._data._image import png
+from lox._data._image import Image, png
 
 # --- CRC-32C --------------------------------------------------------------------------------------
 
@@ -81,8 +81,8 @@ def _shifted(registers: np.ndarray, tables: np.ndarray) -> np.ndarray:
     return tables[0][first] ^ tables[1][second] ^ tables[2][third] ^ tables[3][fourth]
 
 
-def _masked(crc: int) -> int:
-    """Mask a checksum as the format does, so that files inside files do not confuse readers."""
+def _masked(crc: Any) -> Any:
+    """Mask a checksum, or an array of them, as the format does, so that files inside files do not confuse readers."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -165,8 +165,7 @@ def scalars(tag: str, steps: np.ndarray, values: np.ndarray, wall: float) -> np.
         put(len(before) + n, (steps >> np.uint64(7 * n)).astype(np.uint8) & np.uint8(0x7F) | more)
     for n, column in enumerate(np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4).T):
         put(len(event) - 4 + n, column)
-    masked = ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
-    rows[:, -4:] = masked.astype("<u4").view(np.uint8).reshape(-1, 4)
+    rows[:, -4:] = _masked(crc).astype("<u4").view(np.uint8).reshape(-1, 4)
     return rows
 
 
@@ -182,17 +181,16 @@ def histogram(tag: str, step: int, values: Histogram, wall: float) -> bytes:
     return _event(tag, step, wall, _field(5, proto))
 
 
-def image(tag: str, step: int, pixels: np.ndarray, wall: float) -> bytes:
+def image(tag: str, step: int, values: Image, wall: float) -> bytes:
     """Encode one picture."""
-    height, width, channels = pixels.shape
-    proto = _integer(1, height) + _integer(2, width) + _integer(3, channels) + _field(4, png(pixels))
+    height, width, channels = values.pixels.shape
+    proto = _integer(1, height) + _integer(2, width) + _integer(3, channels) + _field(4, png(values.pixels))
     return _event(tag, step, wall, _field(4, proto))
 
 
-def text(tag: str, step: int, content: str | Sequence[str], wall: float) -> bytes:
+def text(tag: str, step: int, content: str, wall: float) -> bytes:
     """Encode a text, which TensorBoard shows as Markdown."""
-    lines = [content] if isinstance(content, str) else list(content)
-    tensor = _integer(1, 7) + _field(2, _field(2, _integer(1, len(lines))))  # a vector of strings
-    tensor += b"".join(_field(8, line.encode(errors="backslashreplace")) for line in lines)
+    tensor = _integer(1, 7) + _field(2, _field(2, _integer(1, 1)))  # a vector of one string
+    tensor += _field(8, content.encode(errors="backslashreplace"))
     metadata = _field(1, _field(1, b"text")) + _integer(4, 2)
     return _event(tag, step, wall, _field(9, metadata) + _field(8, tensor))

@@ -10,11 +10,10 @@ from lox import _errors
 from lox._data._histogram import Histogram, few_bins
 from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Names, Run
-from lox.loggers._trackers._clients import client
+from lox.loggers._trackers._clients import client, pillow
 from lox.loggers._trackers._curves import Curve, CurveLogger
 from lox.loggers._trackers._entries import MOST_ELEMENTS
 from lox.loggers._trackers._escape import escape, unescape
-from lox.loggers._trackers._media import pillow
 
 # Trackio's own columns.
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
@@ -53,6 +52,8 @@ class TrackioLogger(CurveLogger):
             run only, because they are those of the process.
     """
 
+    key_of = staticmethod(unescape)  # the key that a value in a row belongs to
+
     def __init__(
         self,
         project: str,
@@ -79,11 +80,6 @@ class TrackioLogger(CurveLogger):
         self._names = _names[project]
         self._context: contextvars.Context | None = None
 
-    @staticmethod
-    def key_of(name: str) -> str:
-        """Return the key that a value in a row belongs to."""
-        return unescape(name)
-
     def open(self, run: Run) -> None:
         """Create a Trackio run, without ending the previous one."""
         self._names.take(run, set(self._storage.get_runs(self.project)))
@@ -99,10 +95,9 @@ class TrackioLogger(CurveLogger):
             context = self._context.copy()
             context.run(self._variables.current_run.set, None)
             options = {"auto_log_cpu": False, "auto_log_gpu": False, **options}
-        created = context.run(
+        run.resource = context.run(
             self._client.init, project=self.project, name=run.name, config=strict_json(config), **options
         )
-        run.resource = created
         self._context = self._context or context
 
     def send(self, run: Run, curves: list[Curve]) -> None:

@@ -6,11 +6,10 @@ with them, and a row's own step is the user's as long as that keeps all rows apa
 """
 
 import collections
-import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,8 +22,8 @@ from lox.loggers._files._rows import plain, strict_json
 from lox.loggers._logger import Logger
 from lox.loggers._run import Names, Run
 from lox.loggers._trackers import _bands, _clients
+from lox.loggers._trackers._clients import pillow
 from lox.loggers._trackers._entries import MOST_ELEMENTS, Entry, Sorter, missing_steps, raise_problems
-from lox.loggers._trackers._media import pillow
 
 _RESERVED = ("_step", "_runtime", "_timestamp", "_wandb")  # columns that the client fills itself
 _MAIN = "step"  # the step that may become that of W&B's rows
@@ -39,8 +38,7 @@ def client(user: str = "WandbLogger") -> Any:
 Steps = tuple[tuple[str, Any], ...]  # names and numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     steps: Steps
     cells: dict[str, Any]
 
@@ -63,7 +61,7 @@ class _Rows:
         self.run = run
         self._at = -1  # the client's step
         self._open: _Row | None = None  # the row at that step, as long as more can be added
-        self._axes: dict[str, str | None] = {}  # by name
+        self._declared: set[str] = set()  # metrics that have an axis, and the axes
 
     def write(self, rows: list[_Row], columns: Mapping[str, str]) -> None:
         """Write rows; `columns` has the column of each step."""
@@ -82,15 +80,13 @@ class _Rows:
     def _declare(self, row: _Row, columns: Mapping[str, str]) -> None:
         """Make the step the axis of metrics that are logged with it for the first time."""
         names = [name for name, _ in row.steps]
-        axis = None if not names else columns[_MAIN if _MAIN in names else names[0]]
-        for name in row.cells:
-            if axis is not None and self._axes.get(name) is None:
-                if axis not in self._axes:
-                    self._define(axis, hidden=True)
-                    self._axes[axis] = axis
-                # With `step_sync`, the client would invent steps where they are missing.
-                self._define(name, step_metric=axis, step_sync=False)
-                self._axes[name] = axis
+        for name in [name for name in row.cells if names and name not in self._declared]:
+            axis = columns[_MAIN if _MAIN in names else names[0]]
+            if axis not in self._declared:
+                self._define(axis, hidden=True)
+            # With `step_sync`, the client would invent steps where they are missing.
+            self._define(name, step_metric=axis, step_sync=False)
+            self._declared |= {axis, name}
 
     def _define(self, name: str, **options: Any) -> None:
         if "*" not in name:  # a wildcard, which cannot be escaped
@@ -155,18 +151,21 @@ class WandbLogger(Logger):
 
     def open(self, run: Run) -> None:
         """Begin a W&B run."""
-        self._open(run, self._kwargs, run.config)
-
-    def _open(self, run: Run, kwargs: dict[str, Any], config: Mapping[str, Any]) -> None:
+        options = self._options_of(run)
         self._names.take(run)
         if self.aggregate:
             if self._shared is None:
-                self._shared = _Rows(_begin(kwargs, {}, None))
+                self._shared = _Rows(_begin(options, {}, None))
             self._rows[run.id] = self._shared
-            self._configs[run.name] = _plain_config(config)
+            self._configs[run.name] = strict_json(dict(run.config))
         else:
-            self._rows[run.id] = _Rows(_begin(kwargs, config, run.name))
+            self._rows[run.id] = _Rows(_begin(options, run.config, run.name))
         run.resource = self._rows[run.id].run
+
+    def _options_of(self, run: Run) -> dict[str, Any]:
+        """Return the arguments of `wandb.init`, for a run that begins."""
+        del run
+        return self._kwargs
 
     def write(self, run: Run, logs: logdict) -> None:
         """Write a row for every event; keys that were logged with the same steps share rows."""
@@ -228,7 +227,7 @@ def _begin(kwargs: dict[str, Any], config: Mapping[str, Any], name: str | None) 
             if given:
                 options[field] = f"{given}-{name}"
         options["name"] = options.get("name") or name
-    options["config"] = {**(options.get("config") or {}), **_plain_config(config)}
+    options["config"] = {**(options.get("config") or {}), **strict_json(dict(config))}
     options.setdefault("reinit", "create_new")  # or runs that are open, ours or the user's, would end
     options["settings"] = _settings(options.get("settings"))
     wandb = client()
@@ -240,24 +239,16 @@ def _begin(kwargs: dict[str, Any], config: Mapping[str, Any], name: str | None) 
     return run
 
 
-def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    plain_config = strict_json(dict(config))
-    assert isinstance(plain_config, dict)
-    return plain_config
-
-
 def _settings(given: Any) -> Any:
     """Make settings for one run, since the client refuses to share them. The user's settings and variables win."""
-    settings = dict(given or {}) if isinstance(given, Mapping | None) else _those_set(given)
+    if given is not None and not isinstance(given, Mapping):
+        given = {name: getattr(given, name) for name in given.model_fields_set}
+    settings = dict(given or {})
     if "WANDB_CONSOLE" not in os.environ:
         settings.setdefault("console", "off")  # or every run would capture what the program prints
     if "WANDB_QUIET" not in os.environ:
         settings.setdefault("quiet", True)  # or every run would end with a page of text
     return client().Settings(**settings)
-
-
-def _those_set(settings: Any) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in settings.model_fields_set}
 
 
 def _together(entries: list[Entry]) -> list[_Row]:
