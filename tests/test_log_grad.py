@@ -156,3 +156,20 @@ def test_a_step_has_no_part_in_the_gradient() -> None:
 def test_a_bad_step_is_an_error() -> None:
     with pytest.raises(lox.LogTypeError, match=r"step 'tag': 'x' is not an array but str.*Did you mean 'tags'\?$"):
         lox.log_grad("ct", X, tag="x")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_watch_lets_gradients_flow_on(capsys: Any, wrap: Any) -> None:
+    """Also to the console, whether the gradient is taken inside or outside."""
+
+    def f(x: Any) -> Any:
+        return lox.log_grad("ct", x**2)
+
+    wrap(lox.watch(jax.grad(f)))(X)
+    jax.effects_barrier()
+    inside = capsys.readouterr().out
+    wrap(jax.grad(lox.watch(f)))(X)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == inside == "{'ct': 1.0}\n"
+    _, logs = lox.spool(wrap(jax.grad(lox.watch(f))))(X)
+    same(logs["ct"], f32(1))

@@ -331,12 +331,20 @@ class Drop(Handler):
         """Drop it."""
 
 
-class MarkSeen(Drop):
-    """Lets every log flow on, but no longer to the default sink."""
+class Keep(Drop):
+    """Lets every log flow on unchanged."""
 
     def wants(self, meta: Meta, scope: str) -> bool:
         """Keep all logs."""
         return True
+
+    def event(self, frame: Frame, event: Event) -> None:
+        """Bind it again."""
+        bind(event)
+
+
+class MarkSeen(Keep):
+    """Lets every log flow on, but no longer to the default sink."""
 
     def event(self, frame: Frame, event: Event) -> None:
         """Bind it again, marked."""

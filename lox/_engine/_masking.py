@@ -16,7 +16,7 @@ from lox import _compat
 from lox._data._lanes import Laned
 from lox._engine import _emit
 from lox._engine._event import Event
-from lox._engine._handler import Drop, Frame, Handler
+from lox._engine._handler import Drop, Frame, Handler, Keep
 from lox._engine._interpret import interpret
 from lox._engine._primitive import bind
 
@@ -53,19 +53,11 @@ class Silence(Drop):
         return _emit.MASKABLE[primitive](jnp.zeros((), bool), *args, **params)
 
 
-class Rebind(Drop):
+class Rebind(Keep):
     """Leaves every event as it is, except in Equinox's loops, where events of finished lanes are masked."""
 
     masks_lanes = True
     sees_calls = True
-
-    def wants(self, meta: Any, scope: str) -> bool:
-        """Keep all logs."""
-        return True
-
-    def event(self, frame: Frame, event: Event) -> None:
-        """Bind it again."""
-        bind(event)
 
     def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
         """Bind it again."""

@@ -17,9 +17,9 @@ from lox import _errors
 from lox._data import _lanes
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
-from lox._engine import _emit, _handler, _trace
+from lox._engine import _emit, _trace
 from lox._engine._event import Event, Meta
-from lox._engine._handler import Frame, Handler
+from lox._engine._handler import Frame, Handler, Keep
 from lox._engine._primitive import bind
 from lox._engine._selection import Names, Selection
 from lox._errors import NonFiniteError
@@ -129,15 +129,7 @@ class Watch(Handler):
 
     def for_rules(self) -> Handler:
         """Check only events of the primal."""
-        return Untouched()
-
-
-class Untouched(_handler.MarkSeen):
-    """Lets every log flow on unchanged."""
-
-    def event(self, frame: Frame, event: Event) -> None:
-        """Bind it again."""
-        bind(event)
+        return Keep()
 
 
 def _not_finite(x: Laned) -> Laned:
