@@ -837,6 +837,17 @@ def test_poll(tmp_path):
         reader.load("c")
 
 
+def test_poll_of_a_run_that_an_older_writer_continues(tmp_path):
+    """The order is that in which the attempts at a run began, not that of the writers."""
+    with Writer(tmp_path) as older:
+        older.open_run("other")
+        with Writer(tmp_path) as newer:
+            newer.append(newer.open_run("a"), loss(2))
+        older.append(older.open_run("a", mode="append"), loss(2, 2))
+    assert lox.load(tmp_path, "a").step["loss"].tolist() == [0, 1, 2, 3]
+    assert Reader(tmp_path).poll()["a"].step["loss"].tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.slow
 def test_import_is_light():
     code = "import lox, sys; print([m for m in ('nanoarrow', 'rich', 'pyarrow', 'pickle5') if m in sys.modules])"

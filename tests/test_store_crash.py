@@ -116,6 +116,18 @@ def test_short_writes(tmp_path, monkeypatch):
     assert lox.load(tmp_path)["x"].tolist() == list(range(20))
 
 
+def test_a_key_without_events_when_the_disk_is_full(tmp_path, monkeypatch):
+    writer = Writer(tmp_path)
+    run = writer.open_run()
+    disk = Disk(monkeypatch, 0)
+    writer.append(run, lox.logdict.from_arrays({"x": np.zeros(0, np.float32)}))
+    with pytest.raises(lox.StoreError, match="No space left"):
+        writer.flush()
+    disk.room = 1 << 30
+    writer.close()
+    assert lox.load(tmp_path)["x"].tolist() == []
+
+
 @pytest.mark.parametrize("can_truncate", [True, False])
 @pytest.mark.parametrize("room", [0, 1, 100, 1000, 3000])
 def test_disk_full(tmp_path, monkeypatch, room, can_truncate):

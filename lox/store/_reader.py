@@ -165,7 +165,7 @@ class Reader:
         """
         self.refresh()
         select = _selector(argnames)
-        new: dict[str, Chunks] = {}
+        by_entry: dict[tuple[str, int], Chunks] = {}
         polled: dict[SegmentReader, int] = {}
         for group, wanted in self._by_group(self._catalog.records.values()).items():
             ends = {segment: len(segment.rows) for segment in group.segments.values()}
@@ -175,13 +175,14 @@ class Reader:
                 by_run = _from_rows.of_all_runs(group, select, self._polled)
             except _errors.RunNotFoundError:
                 continue  # overwritten meanwhile
-            for number, chunks in by_run.items():
-                if number in wanted:
-                    _merge(new.setdefault(wanted[number], {}), chunks)
+            by_entry |= {(group.id, number): by_run[number] for number in wanted if number in by_run}
             polled.update(ends)
         logs = {}
-        for name in self._catalog.records:
-            with_events = {key: [c for c in chunks if c.series.count()] for key, chunks in new.get(name, {}).items()}
+        for name, record in self._catalog.records.items():
+            new: Chunks = {}
+            for entry in record.entries:
+                _merge(new, by_entry.get((entry.group, entry.number), {}))
+            with_events = {key: [c for c in chunks if c.series.count()] for key, chunks in new.items()}
             with_events = {key: chunks for key, chunks in with_events.items() if chunks}
             if with_events:
                 logs[name] = _from_rows.to_logdict(with_events)

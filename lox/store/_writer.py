@@ -263,7 +263,7 @@ class Writer:
     def _write_pending(self) -> None:
         self._refused = self._pending
         for schema, table in list(self._tables.items()):
-            if not table.rows and (table.started or table.segment is not None):
+            if not table.rows and table.started:
                 continue
             segment = self._segment_of(schema, table)
             if table.rows:
