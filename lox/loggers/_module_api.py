@@ -32,6 +32,8 @@ class SingleRunsPipeline(Pipeline):
 
     def _finish(self, numbers: list[int]) -> None:
         for number in numbers:
+            if number < 0:  # of a lane that did not reach `init`
+                continue
             run = self.runs.pop(number, None)
             if run is None:
                 self.errors.add(self.unknown(number), "finishing a run")
