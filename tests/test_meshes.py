@@ -524,6 +524,18 @@ def test_two_mesh_axes(kind: AxisType, context: bool, jit: bool) -> None:
         same(rest, {"local": CORNERS[None], "c": CORNERS[None] + 8})
 
 
+def test_a_mesh_does_not_stick_to_numbers_that_are_not_on_it() -> None:
+    """JAX answers operations on one device from a cache, whatever mesh the types in it have."""
+    jax.clear_caches()  # so that the operations below are new to it
+    mesh = mesh_of(AxisType.Auto)
+    f = jax.shard_map(lambda x: (lox.log({"x": x.sum()}), x)[1], mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    collected(lambda: f(put(X, mesh)), buffer=2, reduce="mean")
+    number = jnp.zeros((), jnp.int32) + jnp.ones((), jnp.int32)
+    assert jax.typeof(number).sharding.mesh.empty
+    table = put(TABLE, mesh_of(AxisType.Explicit, (2, 2), ("a", "b")))
+    same(table * number, TABLE)
+
+
 @each_kind
 @with_and_without_context
 @jitted_or_not

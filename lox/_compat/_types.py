@@ -287,14 +287,15 @@ def zeros_of(aval: Any) -> Any:
     if is_prng_key(aval.dtype):
         words = jax.numpy.zeros((*aval.shape, *aval.dtype._impl.key_shape), np.uint32)
         return with_varying_axes_of(jax.random.wrap_key_data(words, impl=prng_impl(aval.dtype)), aval)
-    sharding = explicit_sharding(aval)
-    if sharding is not None and jax.sharding.get_abstract_mesh().empty:
+    if jax.sharding.get_abstract_mesh().empty:
         # A type knows its mesh, but making an array needs a current mesh. Outside of jit it needs the devices too,
-        # which the type does not know; an array on one device will do there.
+        # which the type does not know; an array on one device will do there. It must not have the type of one on a
+        # mesh: JAX's caches tell arrays on one device apart by their shape only, and would give that mesh to others.
         if is_evaluating():
             return ad.zeros_like_aval(jax.core.ShapedArray(aval.shape, aval.dtype))
-        with use_abstract_mesh(sharding.mesh):
-            return ad.zeros_like_aval(aval)
+        if (sharding := explicit_sharding(aval)) is not None:
+            with use_abstract_mesh(sharding.mesh):
+                return ad.zeros_like_aval(aval)
     return ad.zeros_like_aval(aval)
 
 
