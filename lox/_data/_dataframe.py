@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from lox import _compat, _errors
-from lox._data import _arrays
+from lox._data import _arrays, _axes
 from lox._data._lanes import Flags
 
 if TYPE_CHECKING:
     from lox._data._logdict import logdict
 
-_EVENT = "event"
+_EVENT = _axes.EVENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +40,21 @@ def columns(logs: "logdict") -> Iterator[Column]:
     sizes: dict[Any, int] = {}
     for _, _, parts in keys:
         for x, axes in parts.values():
-            sizes.update((axis, size) for axis, size in zip(axes, x.shape, strict=False) if axis != _EVENT)
+            sizes.update(_axes.sizes(x, axes))
     # Only lanes that some array has: a vmap on which nothing depends leaves no axis.
-    present = sorted(sizes)
+    present = sorted(sizes.keys() - {_EVENT})
     names = dict(
         zip(present, ["lane"] if len(present) == 1 else [f"lane_{n}" for n in range(len(present))], strict=True)
     )
     for _, under, parts in keys:
         lanes = [axis for axis in present if axis in under]
-        shape = tuple(sizes[axis] for axis in lanes)
 
-        def ordered(part: tuple[np.ndarray, list[Any]], lanes: Any = lanes, shape: Any = shape) -> np.ndarray:
-            x, axes = part
-            x = x.transpose([axes.index(a) for a in [*lanes, _EVENT] if a in axes] + list(range(len(axes), x.ndim)))
-            x = x[tuple(slice(None) if a in axes else None for a in [*lanes, _EVENT])]
-            return np.broadcast_to(x, (*shape, *x.shape[len(shape) :]))
+        def ordered(part: tuple[np.ndarray, list[Any]], lanes: Any = lanes) -> np.ndarray:
+            return _axes.align(*part, [*lanes, _EVENT], {axis: sizes[axis] for axis in lanes})
 
         leaves = {name: ordered(part) for (kind, name), part in parts.items() if kind == "value"}
         for name, values in leaves.items():
-            lead = values.shape[: len(shape) + 1]
+            lead = values.shape[: len(lanes) + 1]
             steps = {n: ordered(part) for (kind, n), part in parts.items() if kind == "step"}
             valid = ordered(parts["valid", ""]) if ("valid", "") in parts else np.ones(lead, bool)
             yield Column(

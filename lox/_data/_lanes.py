@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from lox import _compat
+from lox._data import _axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,20 +176,11 @@ def widen(laned: Laned, lanes: Lanes, lead: int = 0) -> Laned:
         return _sharded(Laned(laned.tree, lanes.flags), lanes, lead)
     have = have or [False] * len(wanted)
 
-    def widen_array(x: Any) -> Any:
-        index: list[Any] = [slice(None)] * lead
-        shape = list(x.shape[:lead])
-        axes = iter(x.shape[lead:])
-        for has, wants, size in zip(have, wanted, lanes.sizes, strict=True):
-            if has:
-                index.append(slice(None))
-                shape.append(next(axes))
-            elif wants:
-                index.append(None)
-                shape.append(size)
-        return jnp.broadcast_to(x[tuple(index)], (*shape, *axes))
-
-    return _sharded(Laned(jax.tree.map(widen_array, laned.tree), lanes.flags), lanes, lead)
+    front = [f"lead {n}" for n in range(lead)]
+    axes = [*front, *_axes.lanes(have)], [*front, *_axes.lanes([a or b for a, b in zip(have, wanted, strict=True)])]
+    sizes = dict(enumerate(lanes.sizes))
+    arrays = jax.tree.map(lambda x: _axes.align(x, *axes, sizes), laned.tree)
+    return _sharded(Laned(arrays, lanes.flags), lanes, lead)
 
 
 def _sharded(laned: Laned, lanes: Lanes, lead: int) -> Laned:
@@ -203,13 +194,9 @@ def _sharded(laned: Laned, lanes: Lanes, lead: int) -> Laned:
 def expand_to(laned: Laned, flags: Flags, ndim: int, lead: int = 0) -> Any:
     """Insert axes of size one into a single array, so that it broadcasts against lanes `flags` and `ndim` axes."""
     have = laned.flags or (False,) * len(flags)
-    index: list[Any] = [slice(None)] * lead
-    for has, wanted in zip(have, flags, strict=True):
-        if has:
-            index.append(slice(None))
-        elif wanted:
-            index.append(None)
-    x = laned.tree[tuple(index)] if None in index else laned.tree
+    front = [f"lead {n}" for n in range(lead)]
+    wanted = [a or b for a, b in zip(have, flags, strict=True)]
+    x = _axes.align(laned.tree, [*front, *_axes.lanes(have)], [*front, *_axes.lanes(wanted)])
     return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 

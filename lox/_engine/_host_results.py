@@ -16,6 +16,7 @@ import numpy as np
 from jax.interpreters import batching, mlir
 
 from lox import _compat
+from lox._data import _axes
 from lox._data._lanes import Laned
 from lox._engine._emit import MASKABLE
 
@@ -37,8 +38,8 @@ def call(target: Target, operands: Sequence[Any], results: Sequence[Any] = ()) -
 
 def of_all_lanes(x: Laned, lanes: tuple[int, ...]) -> np.ndarray:
     """One number per lane in a flat array, for a target that ignores how lanes nest."""
-    index = tuple(slice(None) if flag else None for flag in x.flags)
-    return np.broadcast_to(x.tree[index], lanes).reshape(-1)
+    every = range(len(lanes))
+    return _axes.align(x.tree, _axes.lanes(x.flags), every, dict(zip(every, lanes, strict=True))).reshape(-1)
 
 
 @host_p.def_effectful_abstract_eval

@@ -16,14 +16,12 @@ import jax
 import numpy as np
 
 from lox import _compat
-from lox._data import _lanes
+from lox._data import _axes, _lanes
+from lox._data._axes import EVENT, Axes
 from lox._data._lanes import Flags, Laned
 from lox._data._logdict import Layout, logdict
 from lox.loggers._prng import with_words
 from lox.loggers._routing import ROUTE
-
-Axes = list[Any]  # the leading axes of an array: EVENT, or the number of a lane; the remaining axes are the item's
-EVENT = "event"
 
 
 @dataclasses.dataclass
@@ -156,19 +154,10 @@ class _Sorter:
         self.run_axes, self.run_sizes, self.inner_axes = run_axes, run_sizes, inner_axes
 
     def sort(self, x: Any, axes: Axes) -> Laned:
-        x = np.asarray(x)
-        front = [*self.run_axes, EVENT]
-        order = [axes.index(a) for a in [*front, *self.inner_axes] if a in axes]
-        x = x.transpose([*order, *range(len(axes), x.ndim)])
-        x = x[tuple(slice(None) if a in axes else None for a in front)]
-        rest = x.shape[len(self.run_sizes) :]
-        x = np.broadcast_to(x, (*self.run_sizes, *rest)).reshape((math.prod(self.run_sizes), *rest))
+        wanted = [*self.run_axes, EVENT, *[a for a in self.inner_axes if a in axes]]
+        x = _axes.align(np.asarray(x), axes, wanted, dict(zip(self.run_axes, self.run_sizes, strict=True)))
+        x = x.reshape((math.prod(self.run_sizes), *x.shape[len(self.run_sizes) :]))
         return Laned(x, tuple(a in axes for a in self.inner_axes))
-
-
-def numbers_of(flags: Flags) -> list[Any]:
-    """Return the numbers of the lanes that an array has, according to its flags."""
-    return [n for n, flag in enumerate(flags) if flag]
 
 
 def _set(
@@ -317,12 +306,12 @@ def from_tap(logs: logdict) -> list[Batch]:
         if layout.events:
             # All events of a lane have the same run, or -1 where the lane has no event.
             route = route.max(0) if len(route) else np.full(route.shape[1:], -1, np.int32)
-        run_axes = numbers_of(run_flags)
+        run_axes = _axes.lanes(run_flags)
         depth = max([len(run_flags), *(len(f) for f in layout.flags)])
         sorter = _Sorter(run_axes, route.shape, [n for n in range(depth) if n not in run_axes])
 
         def axes(flags: Flags, events: bool = layout.events) -> Axes:
-            return [EVENT] * events + numbers_of(flags)
+            return [EVENT] * events + _axes.lanes(flags)
 
         leaves, treedef = jax.tree.flatten(logs[key])
         values = [sorter.sort(x, axes(f)) for x, f in zip(leaves, layout.flags, strict=True)]
@@ -392,7 +381,7 @@ class Plan:
         """Put the arrays together again on the host; `lanes_valid` tells which lanes made the call."""
         logs = logdict()
         depth = len(ids.flags)
-        run_axes = numbers_of(ids.flags)
+        run_axes = _axes.lanes(ids.flags)
         rest = iter(operands)
         for plan in self.keys:
             inside = max([len(f) for f in plan.flags])
@@ -401,8 +390,8 @@ class Plan:
             sorter = _Sorter(run_axes, ids.tree.shape, inner)
 
             def sort(x: Laned, flags: Flags, events: bool, outer: int = plan.outer, sorter: _Sorter = sorter) -> Laned:
-                front = [*numbers_of(x.flags), *range(depth, depth + outer)]
-                lanes = [depth + outer + n for n in numbers_of(flags)]
+                front = [*_axes.lanes(x.flags), *range(depth, depth + outer)]
+                lanes = [depth + outer + n for n in _axes.lanes(flags)]
                 return sorter.sort(x.tree, [*front, *[EVENT] * events, *lanes])
 
             values = [sort(next(rest), f, plan.events) for f in plan.flags]
@@ -410,14 +399,14 @@ class Plan:
             valid = sort(next(rest), plan.valid, plan.events) if plan.valid is not None else None
             if not lanes_valid.tree.all():
                 shape = (*ids.tree.shape, values[0].tree.shape[1])
-                valid = _both(valid, sorter.sort(lanes_valid.tree, numbers_of(lanes_valid.flags)), shape)
+                valid = _both(valid, sorter.sort(lanes_valid.tree, _axes.lanes(lanes_valid.flags)), shape)
             _set(logs, plan.key, plan.treedef, values, steps, valid)
         logs.dropped = {key: next(rest).tree for key in self.dropped}
         batch = Batch(ids.tree.reshape(-1), logs)
         if lanes_valid.tree.all():
             return batch
         around = [n for n in range(depth) if n not in run_axes]
-        valid = _Sorter(run_axes, ids.tree.shape, around).sort(lanes_valid.tree, numbers_of(lanes_valid.flags)).tree
+        valid = _Sorter(run_axes, ids.tree.shape, around).sort(lanes_valid.tree, _axes.lanes(lanes_valid.flags)).tree
         # A lane without a run never reached `init`, so it has no event either.
         return batch.select((batch.ids >= 0) | valid.any(tuple(range(1, valid.ndim))))
 

@@ -7,13 +7,16 @@ and then looked up, because a callback in a training loop has microseconds.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from lox import _errors
+from lox._data import _axes
+from lox._data._axes import EVENT
 from lox._data._logdict import Layout, logdict
 from lox.store import _dtypes, _structure
 from lox.store._prng_keys import KeyData
@@ -175,44 +178,35 @@ def _same(a: Array | None, b: Array | None) -> bool:
 class _Spread:
     """Lays out an array as rows, `(run, event, *rest)`, repeated along lanes of runs that it lacks."""
 
-    __slots__ = ("direct", "events", "has", "lanes", "lead", "outer", "rest", "runs")
+    __slots__ = ("axes", "direct", "inner", "runs", "wanted")
 
     def __init__(self, shape: tuple[int, ...], layout: Layout, flags: Any, outer: int, runs: tuple[int, ...], key: str):
-        self.runs, self.outer, self.events = runs, outer, layout.events
+        # Axes come as (outer lanes, event, inner lanes, item); the first lanes are those of runs.
         flags = (True,) * outer + tuple(flags)
-        has = flags[: len(runs)] + (False,) * (len(runs) - len(flags))
-        inner = flags[len(runs) :]
-        # Axes come as (outer lanes, event, inner lanes, item).
-        event_axis = (outer,) if layout.events else ()
-        axes = [i for i in range(len(shape)) if i not in event_axis]
-        lanes = axes[: sum(map(bool, has))]
-        self.rest = axes[len(lanes) :]
-        self.lanes, self.has, self.lead = lanes, has, inner
-        sizes = tuple(shape[i] for i in lanes)
-        expected = tuple(n for n, h in zip(runs, has, strict=True) if h)
-        if sizes != expected:
-            raise _errors.MismatchError(f"{key!r} has {_sizes(sizes)} lanes, but there are {_sizes(expected)} runs.")
-        order = [*lanes, *event_axis, *self.rest]
-        self.direct = all(has) and order == list(range(len(shape)))
+        lanes, event = _axes.lanes(flags), [EVENT] * layout.events
+        self.axes = [*lanes[:outer], *event, *lanes[outer:]]
+        self.wanted = [*range(len(runs)), *event, *[n for n in lanes if n >= len(runs)]]
+        self.runs, self.inner = dict(enumerate(runs)), flags[len(runs) :]
+        sizes = dict(zip(self.axes, shape, strict=False))
+        have, expected = ([x[n] for n in lanes if n < len(runs)] for x in (sizes, runs))
+        if have != expected:
+            raise _errors.MismatchError(f"{key!r} has {_sizes(have)} lanes, but there are {_sizes(expected)} runs.")
+        self.direct = self.axes == self.wanted
 
     def count(self, shape: tuple[int, ...]) -> int:
-        return shape[self.outer] if self.events else 1
+        return shape[self.axes.index(EVENT)] if EVENT in self.axes else 1
 
     def rest_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(shape[i] for i in self.rest)
+        inner = [axis for axis in self.wanted[len(self.runs) :] if axis != EVENT]
+        return (*[shape[self.axes.index(axis)] for axis in inner], *shape[len(self.axes) :])
 
     def __call__(self, x: Array) -> Array:
         """Return the array as rows."""
-        events = self.count(x.shape)
-        rest = self.rest_shape(x.shape)
-        if not self.direct:
-            x = x.transpose([*self.lanes, *((self.outer,) if self.events else ()), *self.rest])
-            index = tuple(slice(None) if h else None for h in self.has)
-            x = np.broadcast_to(x[index], (*self.runs, *x.shape[len(self.lanes) :]))
-        return x.reshape(int(np.prod(self.runs)) * events, *rest)
+        rows = math.prod(self.runs.values()) * self.count(x.shape)
+        return _axes.align(x, self.axes, self.wanted, self.runs).reshape(rows, *self.rest_shape(x.shape))
 
 
-def _sizes(shape: tuple[int, ...]) -> str:
+def _sizes(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape)) or "no"
 
 
@@ -266,7 +260,7 @@ class _Plan:
             for name, x, s in zip(names, arrays.steps, self.steps, strict=True)
         )
         self.valid_column = None
-        if self.valid is not None and self.valid.rest:
+        if self.valid is not None and self.valid.rest_shape(np.shape(arrays.valid)):
             self.valid_column = _column("valid", "valid", arrays.valid, self.valid, "[]", self.key)
         self.shared = (self.step_columns, self.valid_column, self.valid is None, self.events)
         self.static = (self.key, self.structure, self.columns, self.step_columns, self.valid_column)
@@ -296,7 +290,7 @@ def _column(role: str, name: str, x: Any, spread: _Spread, tree_path: str, key: 
         dtype = _dtypes.name_of(x.dtype, repr(key) if role == "value" else f"the step {name!r} of {key!r}")
     shape = spread.rest_shape(np.shape(_words(x)))
     shape = shape[:-1] if words else shape
-    column = Column(role, name, dtype, shape, tuple(spread.lead), tree_path, words)
+    column = Column(role, name, dtype, shape, tuple(spread.inner), tree_path, words)
     if column.items > 2**31 - 1 or len(shape) > 60:
         raise _errors.LogTypeError(f"{key!r} is too large to be stored: one event has the shape {shape}.")
     return column

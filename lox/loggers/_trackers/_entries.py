@@ -14,12 +14,11 @@ import jax
 import numpy as np
 
 from lox import _errors
-from lox._data import _histogram
+from lox._data import _axes, _histogram
 from lox._data._histogram import Histogram
 from lox._data._image import Image
 from lox._data._lanes import Flags
 from lox._data._logdict import logdict
-from lox.loggers._batch import numbers_of
 from lox.loggers._files._rows import Labels, is_shown_whole
 
 MOST_ELEMENTS = 64
@@ -125,6 +124,7 @@ class _Node:
 
     def __init__(self, logs: logdict, key: str, tree_path: Any, value: Any, flags: Flags, lead: int, labels: Labels):
         self.key, self.lead = key, lead
+        self._front = ["run", _axes.EVENT][-lead:]
         layout = logs._layout(key)
         step_flags = dict(layout.step_flags)
         self._tree_path, self._labels = tree_path, labels
@@ -132,24 +132,17 @@ class _Node:
             name: (by_key[key], step_flags.get(name, ())) for name, by_key in logs.steps.items() if key in by_key
         }
         self._valid = (logs.valid[key], layout.valid_flags) if key in logs.valid else None
-        self._stepped = sorted({n for _, f in self._steps.values() for n in numbers_of(f)})  # the lanes of steps
-        self._lanes = sorted({*numbers_of(flags), *self._stepped})
+        self._stepped = sorted({n for _, f in self._steps.values() for n in _axes.lanes(f)})  # the lanes of steps
+        self._lanes = sorted({*_axes.lanes(flags), *self._stepped})
         self.depth = len(self._lanes)
-        self.value: Any = jax.tree.map(lambda x: self._broadcast(x, numbers_of(flags)), value)
+        self.value: Any = jax.tree.map(lambda x: self._broadcast(x, _axes.lanes(flags)), value)
 
     def _broadcast(self, x: np.ndarray, present: list[int]) -> np.ndarray:
         """Repeat a value along the lanes that only steps have."""
-        if present == self._lanes:
-            return x
-        sizes = {
-            n: step.shape[self.lead + axis]
-            for step, flags in self._steps.values()
-            for axis, n in enumerate(numbers_of(flags))
-        }
-        sizes |= {n: x.shape[self.lead + axis] for axis, n in enumerate(present)}
-        rest = x.shape[self.lead + len(present) :]
-        x = x[(slice(None),) * self.lead + tuple(slice(None) if n in present else None for n in self._lanes)]
-        return np.broadcast_to(x, (*x.shape[: self.lead], *[sizes[n] for n in self._lanes], *rest))
+        sizes: dict[Any, int] = {}
+        for step, flags in self._steps.values():
+            sizes |= _axes.sizes(step, [*self._front, *_axes.lanes(flags)])
+        return _axes.align(x, [*self._front, *present], [*self._front, *self._lanes], sizes)
 
     def elements(self, x: np.ndarray, suffix: str = "") -> Iterator[Entry]:
         """Yield a curve for every element."""
@@ -202,13 +195,13 @@ class _Node:
 
     def _with_lanes(self, x: np.ndarray, flags: Flags, lanes: tuple[int, ...]) -> np.ndarray:
         """Give a step or `valid` the lanes of the value: repeat along those it lacks, reduce those the value lacks."""
-        present = numbers_of(flags)
+        present = _axes.lanes(flags)
         extra = tuple(self.lead + axis for axis, n in enumerate(present) if n not in self._lanes)
         if extra:
             x = x.any(extra)  # this is `valid`: all lanes of steps are lanes of the value
             present = [n for n in present if n in self._lanes]
-        x = x[(slice(None),) * self.lead + tuple(slice(None) if n in present else None for n in self._lanes)]
-        return np.broadcast_to(x, (*x.shape[: self.lead], *lanes))
+        sizes = dict(zip(self._lanes, lanes, strict=True))
+        return _axes.align(x, [*self._front, *present], [*self._front, *self._lanes], sizes)
 
 
 def missing_steps(steps: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
