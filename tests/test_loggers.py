@@ -379,11 +379,11 @@ def test_nested_multi_loggers():
 
 
 def test_a_bug_in_lox_is_raised_too(monkeypatch):
-    from lox.loggers import _batch
+    from lox.loggers import _pipeline
 
     logger = Recorder()
     state = logger.init(jax.random.key(0))
-    monkeypatch.setattr(_batch, "sort", lambda jobs: 1 / 0)
+    monkeypatch.setattr(_pipeline, "batches", lambda jobs: 1 / 0)
     with pytest.warns(lox.LoxWarning, match="failed handling 1 batches of events"):
         logger.log(state, {"a": 1})
         with pytest.raises(ZeroDivisionError):

@@ -244,11 +244,11 @@ def test_errors_do_not_reach_the_program(case, how, tmp_path, monkeypatch):
     logger = case.make(tmp_path)
     state = logger.init(PRNG_KEYS[0])
 
-    def broken(runs, logs):
+    def broken(runs, batch):
         raise OSError("no space left")
 
     broken_one = parts_of(logger)[0]
-    monkeypatch.setattr(broken_one, "write_lanes", broken)
+    monkeypatch.setattr(broken_one, "_write_batch", broken)
     with pytest.warns(lox.LoxWarning, match=r"failed writing .*OSError: no space left") as caught:
         assert float(getattr(logger, how)(jax.jit(train), state)(1.0)) == 4.0
         assert float(getattr(logger, how)(train, state)(1.0)) == 4.0
@@ -270,15 +270,15 @@ def test_nothing_is_lost_in_a_small_queue(case, tmp_path, monkeypatch):
     logger = case.make(tmp_path)
     for part in parts_of(logger):
         part.queue_size = 4
-        slowly = part.write_lanes
+        slowly = part._write_batch
         waited = []
 
-        def write_lanes(runs, logs, slowly=slowly, waited=waited):
+        def write(runs, batch, slowly=slowly, waited=waited):
             time.sleep(0.002)
             waited.append(len(runs))
-            slowly(runs, logs)
+            slowly(runs, batch)
 
-        monkeypatch.setattr(part, "write_lanes", write_lanes)
+        monkeypatch.setattr(part, "_write_batch", write)
     with logger:
         states = jax.vmap(logger.init)(jnp.stack(PRNG_KEYS))
 

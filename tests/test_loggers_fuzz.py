@@ -13,7 +13,6 @@ import pytest
 from test_fuzz import MAX_EVENTS, SEED, assert_logs, program_for, thinned
 
 import lox
-from lox._data._logdict import joined
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +34,7 @@ class Keep(lox.Logger):
 
     def of(self, run: int) -> lox.logdict:
         self.flush()
-        return joined(self.parts[str(run)])
+        return sum(self.parts[str(run)], lox.logdict())
 
 
 @pytest.mark.parametrize("seed", range(SEED + 10_000, SEED + 10_000 + N))

@@ -362,8 +362,10 @@ def test_lanes_need_few_calls(tmp_path, monkeypatch):
     calls = []
     with lox.SaveLogger(tmp_path) as logger:
         states = jax.vmap(logger.init)(jax.random.split(jax.random.key(0), 256))
-        really = logger._writer.append
-        monkeypatch.setattr(logger._writer, "append", lambda runs, logs: calls.append(len(runs)) or really(runs, logs))
+        really = logger._writer.append_bundles
+        monkeypatch.setattr(
+            logger._writer, "append_bundles", lambda runs, logs: calls.append(len(runs)) or really(runs, logs)
+        )
         f = lambda x: jax.lax.scan(lambda c, i: (c, lox.log({"x": x + i})), 0, jnp.arange(10))[0]  # noqa: E731
         jax.jit(jax.vmap(lambda s, x: logger.tap(f, s, buffer=10)(x)))(states, jnp.arange(256))
         logger.flush()
@@ -421,7 +423,7 @@ def test_loading_keeps_the_errors_of_the_logger(tmp_path, monkeypatch):
     logger.log(state, {"x": 1})
     logger.flush()
     with monkeypatch.context() as patched, pytest.warns(lox.LoxWarning, match="failed writing 'x': OSError: broken"):
-        patched.setattr(logger._writer, "append", lambda *_: (_ for _ in ()).throw(OSError("broken")))
+        patched.setattr(logger._writer, "append_bundles", lambda *_: (_ for _ in ()).throw(OSError("broken")))
         logger.log(state, {"x": 2})
         assert lox.load(tmp_path)["x"].tolist() == [1]
     with pytest.raises(OSError, match="broken"):

@@ -737,8 +737,8 @@ import jax, jax.numpy as jnp, lox, lox.neptune, lox.wandb, time
 from lox.loggers import MLflowLogger, NeptuneLogger, TrackioLogger, WandbLogger
 
 def slowly(logger):
-    write = logger.write_lanes
-    logger.write_lanes = lambda *args: (time.sleep(0.3), write(*args))
+    write = logger._write_batch
+    logger._write_batch = lambda *args: (time.sleep(0.3), write(*args))
     return logger
 
 runs = lox.neptune.init(jax.random.key(1)), lox.wandb.init(jax.random.key(1))

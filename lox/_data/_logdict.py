@@ -6,16 +6,16 @@ import fnmatch
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from lox import _compat, _errors
-from lox._data import _arrays, _dataframe, _format, _html, _lanes, _reduce, _series, _sites
+from lox._data import _arrays, _bundle, _dataframe, _format, _html, _lanes, _reduce, _sites
+from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Flags, Laned, unnamed
-from lox._data._series import Series, Site
 
 
 class Layout(NamedTuple):
@@ -167,7 +167,7 @@ class logdict(dict[str, Any]):
     def _outer(self, key: str) -> int:
         """How many axes precede those that were logged."""
         layout = self._layout(key)
-        outer = {np.ndim(x) - n for x, n in zip(jax.tree.leaves(self[key]), layout.ndims, strict=True)}
+        outer = {np.ndim(x) - n for x, n in zip(jax.tree.leaves(self[key]), layout.ndims, strict=True)} or {0}
         if len(outer) != 1 or min(outer) < 0:
             raise _errors.LoxError(
                 f"the arrays of {key!r} have lost axes since they were logged, so they no longer hold its events."
@@ -285,8 +285,8 @@ class logdict(dict[str, Any]):
         for key in self:
             if key in other:
                 outer = self._outer(key)
-                parts = [self._to_series(key), other._to_series(key)]
-                both._set_series(_series.concatenate(parts, outer), outer)
+                parts = [self._to_bundle(key), other._to_bundle(key)]
+                both._set_bundle(_bundle.concatenate(parts, outer), outer)
         for key in self.dropped.keys() & other.dropped.keys():
             both.dropped[key] = self.dropped[key] + other.dropped[key]
         return both
@@ -294,13 +294,13 @@ class logdict(dict[str, Any]):
     def __radd__(self, other: Any) -> "logdict":
         return self if other == 0 else logdict(other) + self  # so that sum() works
 
-    def _to_series(self, key: str) -> Series:
+    def _to_bundle(self, key: str) -> Bundle:
         leaves, treedef = jax.tree.flatten(self[key])
         layout = self._layout(key)
         flags = dict(layout.step_flags)
         valid = self.valid.get(key)
         array = lambda x: np.asarray(x) if np.isscalar(x) else x  # noqa: E731
-        return Series(
+        return Bundle(
             values=[Laned(array(x), f) for x, f in zip(leaves, layout.flags, strict=True)],
             steps={
                 name: Laned(array(by_key[key]), flags.get(name, ()))
@@ -308,26 +308,48 @@ class logdict(dict[str, Any]):
                 if key in by_key
             },
             valid=None if valid is None else Laned(valid, layout.valid_flags),
-            treedef=treedef,
+            keys=(key,),
+            treedefs=(treedef,),
             single=not layout.events,
-            key=key,
             site=Site("an unknown line"),
         )
 
-    def _set_series(self, series: Series, outer: int = 0) -> None:
-        key = series.key
-        self[key] = jax.tree.unflatten(series.treedef, [x.tree for x in series.values])
-        for name, x in series.steps.items():
-            self.steps.setdefault(name, {})[key] = x.tree
-        if series.valid is not None:
-            self.valid[key] = series.valid.tree
-        self._layouts[key] = Layout(
-            not series.single,
-            tuple(unnamed(x.flags) for x in series.values),
-            tuple(np.ndim(x.tree) - outer for x in series.values),
-            tuple((name, unnamed(x.flags)) for name, x in sorted(series.steps.items())),
-            unnamed(series.valid.flags) if series.valid is not None else (),
-        )
+    def to_bundles(self, prepare: Callable[[Bundle], Bundle] = lambda bundle: bundle) -> list[Bundle]:
+        """The events of all keys, together as far as they share their steps; axes of outer vmaps are lanes.
+
+        `prepare` is applied to the arrays as they are.
+        """
+        groups: dict[Any, list[Bundle]] = {}
+        for key in self:
+            outer, bundle = self._outer(key), prepare(self._to_bundle(key))
+            depth = max([len(x.flags) for x in jax.tree.leaves(bundle, is_leaf=_lanes.is_laned)], default=0)
+
+            def inner(x: Laned, outer: int = outer, depth: int = depth, single: bool = bundle.single) -> Laned:
+                flags = (True,) * outer + (x.flags or (False,) * depth)
+                return Laned(
+                    x.tree if single or not outer else _arrays.numpy_for(x.tree).moveaxis(x.tree, outer, 0), flags
+                )
+
+            shared = [*bundle.steps.items(), ("", bundle.valid)]
+            same = [(name, x and (x.flags, _identity(x.tree))) for name, x in shared]
+            form = (bundle.single, bundle.count(outer), outer, *same)
+            bundle = jax.tree.map(inner, bundle, is_leaf=_lanes.is_laned)
+            groups.setdefault(form, []).append(bundle)
+        return [_bundle.side_by_side(group) for group in groups.values()]
+
+    def _set_bundle(self, bundle: Bundle, outer: int = 0, keys: Iterable[str] | None = None) -> None:
+        """Take over the events of a bundle, or of some of its keys; `outer` axes of vmaps precede the events."""
+        steps = tuple((name, unnamed(x.flags)) for name, x in sorted(bundle.steps.items()))
+        valid = unnamed(bundle.valid.flags) if bundle.valid is not None else ()
+        for key in bundle.keys if keys is None else keys:
+            leaves = bundle.leaves(key)
+            self[key] = jax.tree.unflatten(bundle.treedef(key), [x.tree for x in leaves])
+            for name, x in bundle.steps.items():
+                self.steps.setdefault(name, {})[key] = x.tree
+            if bundle.valid is not None:
+                self.valid[key] = bundle.valid.tree
+            flags, ndims = tuple(unnamed(x.flags) for x in leaves), tuple(np.ndim(x.tree) - outer for x in leaves)
+            self._layouts[key] = Layout(not bundle.single, flags, ndims, steps, valid)
 
     @classmethod
     def from_arrays(
@@ -388,16 +410,23 @@ class logdict(dict[str, Any]):
         return logs
 
     @classmethod
-    def from_series(cls, all_series: Iterable[Series], reduced: Iterable[str] = ()) -> "logdict":
+    def from_bundles(
+        cls, bundles: Iterable[Bundle], order: Iterable[str] | None = None, reduced: Container[str] = ()
+    ) -> "logdict":
         """Make logs of collected events; empty slots are filled with NaN, 0 or -1.
 
-        A key with events that may not have happened always has an event axis, unless it was reduced.
+        A key with events that may not have happened always has an event axis, unless it was reduced. Keys come in the
+        given order, or else in that of the bundles.
         """
+        finished: dict[str, Bundle] = {}
+        for bundle in bundles:
+            if bundle.valid is not None:
+                bundle = _blank(bundle if bundle.keys[0] in reduced else bundle.expanded())
+            finished |= dict.fromkeys(bundle.keys, bundle)
         logs = cls()
-        for series in all_series:
-            if series.valid is not None:
-                series = _blank(series if series.key in reduced else series.expanded())
-            logs._set_series(series)
+        for key in finished if order is None else order:
+            if key in finished:
+                logs._set_bundle(finished[key], keys=[key])
         return logs
 
     # --- along the event axis ---
@@ -432,18 +461,18 @@ class logdict(dict[str, Any]):
             layout = self._layout(key)
             if reduction is None or reduction.name == "append" or not layout.events:
                 continue
-            axis, series = self._outer(key), self._to_series(key)
-            valid = None if series.valid is None else series.valid.tree.any(axis)
-            reduced = [_reduce.over_events(reduction, x, series.valid, axis) for x in series.values]
-            new[key] = reduced[0] if reduction.name == "count" else jax.tree.unflatten(series.treedef, reduced)
-            for name, x in series.steps.items():
-                new.steps[name][key] = _reduce.last_event(x, series.valid, axis)
+            axis, bundle = self._outer(key), self._to_bundle(key)
+            valid = None if bundle.valid is None else bundle.valid.tree.any(axis)
+            reduced = [_reduce.over_events(reduction, x, bundle.valid, axis) for x in bundle.values]
+            new[key] = reduced[0] if reduction.name == "count" else jax.tree.unflatten(bundle.treedefs[0], reduced)
+            for name, x in bundle.steps.items():
+                new.steps[name][key] = _reduce.last_event(x, bundle.valid, axis)
             new.valid.pop(key, None)
             if valid is not None and not _all_true(valid):
                 new.valid[key] = valid
-            elif not series.count(axis):
-                xp = _arrays.numpy_for(series.values)
-                new.valid[key] = xp.zeros(series.values[0].tree.shape[:axis], bool)
+            elif not bundle.count(axis):
+                xp = _arrays.numpy_for(bundle.values)
+                new.valid[key] = xp.zeros(bundle.values[0].tree.shape[:axis], bool)
             leaves = jax.tree.leaves(new[key])
             flags = layout.flags[:1] if reduction.name == "count" else layout.flags
             new._layouts[key] = layout._replace(
@@ -464,7 +493,7 @@ class logdict(dict[str, Any]):
 
         With lanes, a slot stays if its event happened in any lane, and `valid` says in which.
         """
-        warn_of_dropped(self)
+        warn_of_dropped(self.dropped)
         return self.without_empty_slots()
 
     def without_empty_slots(self) -> "logdict":
@@ -570,18 +599,14 @@ for _name in (
     setattr(logdict, _name, _settling(_name))
 
 
-def joined(parts: Iterable[logdict]) -> logdict:
-    """Join the events of all parts, in order; every key has an event axis."""
-    by_key: dict[str, list[Series]] = {}
-    for part in parts:
-        for key in part:
-            by_key.setdefault(key, []).append(part._to_series(key).expanded())
-    return logdict.from_series(map(_series.concatenate, by_key.values()))
+def _identity(x: Any) -> Any:
+    """What two arrays of steps must have in common to be the same: small ones may have been copied."""
+    return (x.dtype, x.shape, x.tobytes()) if isinstance(x, np.ndarray) else id(x)
 
 
-def warn_of_dropped(logs: logdict, warn: Callable[[str], None] = _sites.warn) -> None:
+def warn_of_dropped(counts: Mapping[str, Any], warn: Callable[[str], None] = _sites.warn) -> None:
     """Warn about events that did not fit."""
-    for key, dropped in logs.dropped.items():
+    for key, dropped in counts.items():
         with _compat.own_transfers():
             most = int(np.max(np.asarray(dropped)))
         if most > 0:
@@ -676,10 +701,10 @@ def _all_true(x: Any) -> bool:
     return not isinstance(x, _compat.Tracer) and bool(np.asarray(x).all())
 
 
-def _blank(series: Series) -> Series:
+def _blank(bundle: Bundle) -> Bundle:
     """Put the missing value into empty slots, whose values were computed for another lane."""
-    assert series.valid is not None
-    valid, flags, lead = series.valid, series.valid.flags, series.lead
+    assert bundle.valid is not None
+    valid, flags, lead = bundle.valid, bundle.valid.flags, bundle.lead
 
     def blanked(x: Laned, missing: Callable[[Any], Any]) -> Laned:
         if _arrays.is_prng_key(x.tree.dtype):
@@ -691,6 +716,6 @@ def _blank(series: Series) -> Series:
         kept = _lanes.expand_to(kept, have, x.tree.ndim, lead)
         return Laned(_arrays.numpy_for(x.tree).where(kept, x.tree, missing(x.tree.dtype)), x.flags)
 
-    values = [blanked(x, _arrays.missing_value) for x in series.values]
-    steps = {name: blanked(x, _arrays.missing_step) for name, x in series.steps.items()}
-    return dataclasses.replace(series, values=values, steps=steps)
+    values = [blanked(x, _arrays.missing_value) for x in bundle.values]
+    steps = {name: blanked(x, _arrays.missing_step) for name, x in bundle.steps.items()}
+    return dataclasses.replace(bundle, values=values, steps=steps)

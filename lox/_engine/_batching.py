@@ -23,7 +23,7 @@ from jax.extend.core import primitives
 
 from lox import _compat
 from lox._data import _arrays
-from lox._data._series import Site
+from lox._data._bundle import Site
 from lox._engine import _masking
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Retrace, types_of

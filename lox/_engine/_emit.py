@@ -13,7 +13,7 @@ import re
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,12 @@ from jax.interpreters import ad, batching, mlir
 
 from lox import _compat, _errors
 from lox._data import _arrays
+from lox._data._bundle import Bundle
 from lox._data._lanes import Laned, is_laned, unnamed
 from lox._data._logdict import Layout, logdict
-from lox._data._series import Series
-from lox._engine._event import Event, Meta
 
-# Takes the events of one call, and the token: negative if events are unordered. May return another token.
-Deliver = Callable[[logdict, int], int | None]
+# Takes the packet of one call, and the token: negative if events are unordered. May return another token.
+Deliver = Callable[["Packet", int], int | None]
 
 emit_p = _compat.Primitive("lox_emit")
 emit_p.multiple_results = True
@@ -40,24 +39,40 @@ def new_token() -> Any:
         return jnp.zeros((), jnp.int32)
 
 
-def emit(deliver: Deliver, event: Event, token: Any = None, conditional: bool = False) -> Any:
-    """Hand an event to `deliver` on the host; returns the token for the next one.
+def emit(
+    deliver: Deliver,
+    bundles: Iterable[Bundle],
+    token: Any = None,
+    route: Laned | None = None,
+    signal: str | None = None,
+    at_once: Iterable[str] = (),
+    dropped: dict[str, Any] | None = None,
+    conditional: bool = False,
+) -> Any:
+    """Hand events to `deliver` on the host, in one call; returns the token for the next one.
 
-    With `conditional` the device checks whether the event is valid, and calls the host only then.
+    Args:
+        deliver: The host function.
+        bundles: The events.
+        token: The token of the last call.
+        route: The numbers of the runs that the events belong to, with the lanes of the vmaps around the call.
+        signal: What the call says beside its events.
+        at_once: Keys whose events must not wait for others.
+        dropped: How many events of each key did not fit.
+        conditional: Whether the device checks if any event is valid, and calls the host only then.
     """
-    for key, leaves in event.values.items():
-        _check_reachable(key, event.site, leaves)
-    operands, meta = event.replace(weight=None).to_operands()
-    return _bind(deliver, OneEvent(meta), operands, token, conditional)
-
-
-def emit_series(deliver: Deliver, series: Iterable[Series], token: Any, conditional: bool = False) -> Any:
-    """Hand several events of each key to `deliver`, as one packet."""
-    series = list(series)
-    for x in series:
-        _check_reachable(x.key, str(x.site), x.values)
-    leaves, treedef = jax.tree.flatten([x.expanded() for x in series])
-    return _bind(deliver, ManyEvents(treedef), leaves, token, conditional)
+    bundles = list(bundles)
+    for bundle in bundles:
+        _check_reachable(bundle)
+    content = Content(bundles, route, {key: Laned(x) for key, x in (dropped or {}).items()})
+    operands, treedef = jax.tree.flatten(content)
+    operands = [jax.random.key_data(x) if _arrays.is_prng_key(x.dtype) else x for x in operands]
+    token = new_token() if token is None else token
+    ordered = getattr(deliver, "ordered", False) and not _compat.is_without_order()
+    form = Form(treedef, signal, frozenset(at_once))
+    params: dict[str, Any] = dict(deliver=deliver, form=form, conditional=conditional, ordered=ordered)
+    # Outside of programs NumPy arrays stay as they are: JAX would convert int64 to int32.
+    return (_impl if _compat.is_evaluating() else emit_p.bind)(token, *operands, **params)[0]
 
 
 def once(emit: Callable[[list[str], Any], Any], parts: dict[str, Any], alike: frozenset[Any], token: Any) -> Any:
@@ -83,20 +98,13 @@ def once(emit: Callable[[list[str], Any], Any], parts: dict[str, Any], alike: fr
     return token
 
 
-def _check_reachable(key: str, site: str, leaves: list[Laned]) -> None:
+def _check_reachable(bundle: Bundle) -> None:
     if axes := _compat.axes_without_host_calls():
-        raise _errors.partly_explicit(key, site, axes)
-    for x in leaves:
-        if axes := _compat.unreduced_axes(x.tree):
-            raise _errors.unreduced(key, site, axes)  # XLA would abort the process
-
-
-def _bind(deliver: Deliver, packet: Any, operands: list[Any], token: Any, conditional: bool) -> Any:
-    operands = [jax.random.key_data(x) if _arrays.is_prng_key(x.dtype) else x for x in operands]
-    token = new_token() if token is None else token
-    ordered = getattr(deliver, "ordered", False) and not _compat.is_without_order()
-    params = dict(deliver=deliver, packet=packet, conditional=conditional, ordered=ordered)
-    return emit_p.bind(token, *operands, **params)[0]
+        raise _errors.partly_explicit(bundle.keys[0], str(bundle.site), axes)
+    for key in bundle.keys:
+        for x in bundle.leaves(key):
+            if axes := _compat.unreduced_axes(x.tree):
+                raise _errors.unreduced(key, str(bundle.site), axes)  # XLA would abort the process
 
 
 @emit_p.def_effectful_abstract_eval
@@ -108,140 +116,171 @@ def _abstract_eval(token: Any, *avals: Any, ordered: bool, **params: Any) -> Any
 
 # --- packets -------------------------------------------------------------------------------------
 
+BEGIN = "begin"  # signal: begin with an empty buffer, whose number becomes the token
+FLUSH = "flush"  # signal: deliver what is buffered
+END = "end"  # signal: end the runs of the route
 
-@dataclasses.dataclass(frozen=True)
-class OneEvent:
-    """A packet with one event: the operands are those of `log_p`."""
 
-    meta: Meta
+class Content(NamedTuple):
+    """What a packet has: on the device, in the pytree of its operands, and on the host."""
 
-    def origin(self) -> Any:
-        """The log it comes from."""
-        return self.meta.site, self.meta.keys
-
-    def batched(self, operands: list[Any], dims: list[Any]) -> tuple[list[Any], "OneEvent"]:
-        """The same with an additional outermost lane."""
-        moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-        depth = max(map(len, self.meta.flags))
-        flags = tuple((d is not None, *(f or (False,) * depth)) for d, f in zip(dims, self.meta.flags, strict=True))
-        return moved, OneEvent(dataclasses.replace(self.meta, flags=flags))
-
-    def only_if(self, operands: list[Any], condition: Any) -> tuple[list[Any], "OneEvent"]:
-        """The same under a further condition."""
-        event = Event.from_operands(self.meta, operands).only_if(condition)
-        operands, meta = event.to_operands()
-        return operands, OneEvent(meta)
-
-    def any_valid(self, operands: list[Any]) -> Any:
-        """Whether it is valid in any lane."""
-        return jnp.any(operands[-1]) if self.meta.has_valid else jnp.ones((), bool)
-
-    def reader(self, ndims: list[int]) -> Callable[..., logdict | None]:
-        """A function that turns the arrays into logs, on the host."""
-        return EventReader(self.meta, ndims)
+    bundles: list[Bundle]
+    route: Laned | None
+    dropped: dict[str, Laned]
 
 
 @dataclasses.dataclass(frozen=True)
-class ManyEvents:
-    """A packet with several events of each key: the operands are the leaves of a list of series."""
+class Form:
+    """Everything about a packet but its arrays, which are the operands of `emit_p`."""
 
-    treedef: Any
+    treedef: Any  # of its content
+    signal: str | None
+    at_once: frozenset[str]
 
-    def origin(self) -> Any:
-        """The logs they come from."""
-        series = self._series([0] * self.treedef.num_leaves)
-        return tuple((s.key, str(s.site)) for s in series)
-
-    def batched(self, operands: list[Any], dims: list[Any]) -> tuple[list[Any], "ManyEvents"]:
-        """The same with an additional outermost lane, which comes after the event axis."""
-        moved = [x if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(operands, dims, strict=True)]
-        mapped = iter([d is not None for d in dims])
-
-        def add_lane(series: Series) -> Series:
-            depth = max(len(x.flags) for x in jax.tree.leaves(series, is_leaf=is_laned))
-            add = lambda x: Laned(x.tree, (next(mapped), *(x.flags or (False,) * depth)))  # noqa: E731
-            return jax.tree.map(add, series, is_leaf=is_laned)
-
-        leaves, treedef = jax.tree.flatten([add_lane(series) for series in self._series(moved)])
-        return leaves, ManyEvents(treedef)
-
-    def only_if(self, operands: list[Any], condition: Any) -> tuple[list[Any], "ManyEvents"]:
-        """The same under a further condition."""
-        series = []
-        for s in self._series(operands):
-            valid = s.valid or Laned(jnp.ones(s.count(), bool))
-            series.append(dataclasses.replace(s, valid=valid.map(lambda v: v & condition)))
-        leaves, treedef = jax.tree.flatten(series)
-        return leaves, ManyEvents(treedef)
-
-    def any_valid(self, operands: list[Any]) -> Any:
-        """Whether any of them is valid in any lane."""
-        valids = [s.valid for s in self._series(operands)]
-        return functools.reduce(operator.or_, [jnp.ones((), bool) if v is None else jnp.any(v.tree) for v in valids])
-
-    def reader(self, ndims: list[int]) -> Callable[..., logdict | None]:
-        """A function that turns the arrays into logs, on the host."""
-        del ndims
-        return self._read
-
-    def _read(self, *operands: Any) -> logdict | None:
-        logs = logdict.from_series(self._series([np.array(x) for x in operands]))
-        if logs.valid:
-            logs = logs.without_empty_slots()
-        empty = [k for k in logs if not jax.tree.leaves(logs[k])[0].shape[0]]
-        return logs.filter(lambda k: k not in empty) or None if empty else logs
-
-    def _series(self, operands: list[Any]) -> list[Series]:
+    def content(self, operands: Iterable[Any]) -> Content:
+        """The content with these arrays."""
         return jax.tree.unflatten(self.treedef, operands)
 
+    def origin(self) -> Any:
+        """The logs that the events come from."""
+        return tuple((bundle.keys, str(bundle.site)) for bundle in self.content([0] * self.treedef.num_leaves).bundles)
 
-class EventReader:
-    """Turns the operands of one event into a logdict.
+    def _with(self, content: Content) -> tuple[list[Any], "Form"]:
+        operands, treedef = jax.tree.flatten(content)
+        return operands, dataclasses.replace(self, treedef=treedef)
 
-    Everything static is computed once: a callback takes a few microseconds, and making an `Event` would take longer.
+    def batched(self, operands: Iterable[Any], dims: Iterable[Any]) -> tuple[list[Any], "Form"]:
+        """The same with an additional outermost lane, which comes after the event axis."""
+        content = self.content(zip(operands, dims, strict=True))
+
+        def add_lane(x: Laned, lead: int = 0, depth: int = 0) -> Laned:
+            array, dim = x.tree
+            array = array if dim is None else jnp.moveaxis(array, dim, lead)
+            return Laned(array, (dim is not None, *(x.flags or (False,) * depth)))
+
+        bundles = []
+        for bundle in content.bundles:
+            depth = max(len(x.flags) for x in jax.tree.leaves(bundle, is_leaf=is_laned))
+            add = functools.partial(add_lane, lead=bundle.lead, depth=depth)
+            bundles.append(jax.tree.map(add, bundle, is_leaf=is_laned))
+        rest = jax.tree.map(add_lane, content[1:], is_leaf=is_laned)
+        return self._with(Content(bundles, *rest))
+
+    def only_if(self, operands: Iterable[Any], condition: Any) -> tuple[list[Any], "Form"]:
+        """The same under a further condition; a route without events leads nowhere where it does not hold."""
+        bundles, route, dropped = self.content(operands)
+        if not bundles and route is not None:
+            route = route.map(lambda number: jnp.where(condition, number, -1))
+        return self._with(Content([bundle.only_if(condition) for bundle in bundles], route, dropped))
+
+    def any_valid(self, operands: Iterable[Any]) -> Any:
+        """Whether any event is valid in any lane."""
+        valids = [bundle.valid for bundle in self.content(operands).bundles]
+        return functools.reduce(operator.or_, [jnp.ones((), bool) if v is None else jnp.any(v.tree) for v in valids])
+
+
+class Packet:
+    """What one call brings to the host: bundles of NumPy arrays, the route to their runs, and a signal."""
+
+    __slots__ = ("arrays", "reader")
+
+    def __init__(self, reader: "Reader", arrays: list[np.ndarray]):
+        self.reader, self.arrays = reader, arrays
+
+    @property
+    def signal(self) -> str | None:
+        """What it says beside its events."""
+        return self.reader.form.signal
+
+    @property
+    def at_once(self) -> frozenset[str]:
+        """The keys whose events must not wait for others."""
+        return self.reader.form.at_once
+
+    def content(self) -> Content:
+        """The events, the route to their runs, and what was dropped."""
+        return self.reader.form.content(self.arrays)
+
+    def route(self) -> np.ndarray:
+        """The numbers of the runs."""
+        assert self.reader.route is not None
+        return self.arrays[self.reader.route]
+
+    def logs(self) -> logdict:
+        """The events as users see them."""
+        return self.reader.logs(self.arrays)
+
+
+@dataclasses.dataclass
+class _Part:
+    """Where the arrays of a bundle are among those of a packet."""
+
+    keys: tuple[str, ...]
+    values: list[tuple[str, Any, slice]]  # key, structure, leaves
+    steps: dict[str, int]
+    valid: int | None
+    layouts: dict[str, Layout]
+
+
+class Reader:
+    """Turns the arrays of packets of one form into logs.
+
+    Everything static is computed once: a callback takes a few microseconds, and making bundles would take longer.
     """
 
-    def __init__(self, meta: Meta, ndims: list[int]):
-        self.meta = meta
-        steps = meta.steps
-        first_step = sum(t.num_leaves for t in meta.treedefs)
-        self.step_index = {name: first_step + n for n, name in enumerate(steps)}
-        flags = tuple(map(unnamed, meta.flags))
-        valid_flags = flags[-1] if meta.has_valid else ()
-        self.valid_by_lane = any(valid_flags)
-        self.slices: list[tuple[str, Any, slice]] = []
-        self.layouts: dict[str, Layout] = {}
-        start = 0
-        for key, treedef in zip(meta.keys, meta.treedefs, strict=True):
-            stop = start + treedef.num_leaves
-            self.slices.append((key, treedef, slice(start, stop)))
-            self.layouts[key] = Layout(
-                False,
-                flags[start:stop],
-                tuple(ndims[start:stop]),
-                tuple((name, flags[n]) for name, n in sorted(self.step_index.items())),
-                valid_flags if self.valid_by_lane else (),
-                one_event=True,
-            )
-            start = stop
-        self.single = jax.tree.structure(0)
+    def __init__(self, form: Form, ndims: tuple[int, ...]):
+        self.form = form
+        self.parts: list[_Part] = []
+        bundles, route, dropped = form.content(range(len(ndims)))
+        self.may_drop = bool(dropped)
+        self.route = None if route is None else route.tree
+        self.events = any(not bundle.single for bundle in bundles)
+        for bundle in bundles:
+            flags = [unnamed(x.flags) for x in bundle.values]
+            steps = tuple((name, unnamed(x.flags)) for name, x in sorted(bundle.steps.items()))
+            valid = () if bundle.valid is None or not any(bundle.valid.flags) else unnamed(bundle.valid.flags)
+            part = _Part(bundle.keys, [], {name: x.tree for name, x in bundle.steps.items()}, None, {})
+            part.valid = None if bundle.valid is None else bundle.valid.tree
+            first = sum(len(jax.tree.leaves(before)) for before in bundles[: len(self.parts)])
+            for key, treedef in zip(bundle.keys, bundle.treedefs, strict=True):
+                leaves, flags = flags[: treedef.num_leaves], flags[treedef.num_leaves :]
+                place = slice(first, first + len(leaves))
+                part.values.append((key, treedef, place))
+                part.layouts[key] = Layout(False, tuple(leaves), ndims[place], steps, valid, one_event=True)
+                first = place.stop
+            self.parts.append(part)
+        self.valids = [part.valid for part in self.parts]
+        # For each array of a bundle, whether it has an event axis.
+        self.leads = [bundle.lead for bundle in bundles for _ in jax.tree.leaves(bundle)]
+        self.may_be_empty = bool(self.parts) and None not in self.valids and form.signal is None
 
-    def __call__(self, *operands: Any) -> logdict | None:
-        """The event, or None if it is not valid."""
-        if self.meta.has_valid and not operands[-1].any():
-            return None
-        arrays = [np.array(x) for x in operands]
+    def is_empty(self, arrays: Any) -> bool:
+        """Whether no event is valid."""
+        return self.may_be_empty and not any([arrays[n].any() for n in self.valids])
+
+    def logs(self, arrays: list[np.ndarray]) -> logdict:
+        """The valid events, without an event axis if there is one of each key at most."""
+        if self.events:
+            bundles = [bundle.occurred() for bundle in self.form.content(arrays).bundles]
+            return logdict.from_bundles(bundle for bundle in bundles if bundle is not None)
         logs = logdict()
-        for key, treedef, part in self.slices:
-            leaves = arrays[part]
-            value = leaves[0] if treedef == self.single else jax.tree.unflatten(treedef, leaves)
-            dict.__setitem__(logs, key, value)
-        for name, n in self.step_index.items():
-            logs.steps[name] = dict.fromkeys(self.meta.keys, arrays[n])
-        if self.valid_by_lane:
-            logs.valid = dict.fromkeys(self.meta.keys, arrays[-1])
-        logs._layouts = dict(self.layouts)
+        for part in self.parts:
+            if part.valid is not None and not arrays[part.valid].any():
+                continue
+            for key, treedef, leaves in part.values:
+                value = arrays[leaves.start] if treedef == _SINGLE else jax.tree.unflatten(treedef, arrays[leaves])
+                dict.__setitem__(logs, key, value)
+                layout = logs._layouts[key] = part.layouts[key]
+                if layout.valid_flags:
+                    assert part.valid is not None
+                    logs._valid[key] = arrays[part.valid]
+            for name, n in part.steps.items():
+                logs.steps.setdefault(name, {}).update(dict.fromkeys(part.keys, arrays[n]))
         return logs
+
+
+_SINGLE = jax.tree.structure(0)
+reader_of = functools.lru_cache(4096)(Reader)
 
 
 # --- the call ------------------------------------------------------------------------------------
@@ -280,39 +319,39 @@ def error_behind(raised: Exception) -> BaseException | None:
     return None
 
 
-def _host_call(deliver: Deliver, packet: Any, ndims: list[int]) -> Callable[..., tuple[Any]]:
-    read = packet.reader(ndims)
+def _host_call(deliver: Deliver, form: Form, ndims: Iterable[int]) -> Callable[..., tuple[Any]]:
+    reader = reader_of(form, tuple(ndims))
 
     def call(token: Any, *operands: Any) -> tuple[Any]:
-        # The reader copies, as the runtime reuses its buffers after the call and the callback may keep its arrays.
-        logs = read(*operands)
-        if logs is None:
+        if reader.is_empty(operands):
             return (token,)
+        # Copied, as the runtime reuses its buffers after the call and the callback may keep its arrays.
+        packet = Packet(reader, [np.array(x) for x in operands])
         with _delivering:
-            new = deliver(logs, int(token))
+            new = deliver(packet, int(token))
         return (token if new is None else np.int32(new),)
 
     return call
 
 
 @emit_p.def_impl
-def _impl(token: Any, *operands: Any, deliver: Deliver, packet: Any, **params: Any) -> list[Any]:
+def _impl(token: Any, *operands: Any, deliver: Deliver, form: Form, **params: Any) -> list[Any]:
     del params
     with _compat.own_transfers():
         # The token first: once it is there, earlier packets have arrived, and no computation is running that the
         # conversions could deadlock with.
         order = np.asarray(token)
         arrays = [np.asarray(_arrays.as_array(x)) for x in operands]
-    (new,) = _host_call(deliver, packet, [x.ndim for x in arrays])(order, *arrays)
+    (new,) = _host_call(deliver, form, [x.ndim for x in arrays])(order, *arrays)
     with _compat.own_transfers():
         return [token if new is order else jnp.asarray(new)]
 
 
-def _lower(ctx: Any, *operands: Any, deliver: Deliver, packet: Any, conditional: bool, ordered: bool) -> Any:
+def _lower(ctx: Any, *operands: Any, deliver: Deliver, form: Form, conditional: bool, ordered: bool) -> Any:
     if conditional:
-        params = dict(deliver=deliver, packet=packet, ordered=ordered)
+        params: dict[str, Any] = dict(deliver=deliver, form=form, ordered=ordered)
         return mlir.lower_fun(_emit_if_valid, multiple_results=True)(ctx, *operands, **params)
-    call = _host_call(deliver, packet, [len(a.shape) for a in ctx.avals_in[1:]])
+    call = _host_call(deliver, form, [len(a.shape) for a in ctx.avals_in[1:]])
 
     def numbered(*arrays: Any) -> tuple[Any]:
         try:
@@ -326,25 +365,25 @@ def _lower(ctx: Any, *operands: Any, deliver: Deliver, packet: Any, conditional:
 def _emit_if_valid(token: Any, *operands: Any, **params: Any) -> list[Any]:
     # Only at lowering: vmap would turn an earlier cond into a select, and make the call unconditional.
     emit = lambda token: emit_p.bind(token, *operands, conditional=False, **params)  # noqa: E731
-    return jax.lax.cond(params["packet"].any_valid(list(operands)), emit, lambda token: [token], token)
+    return jax.lax.cond(params["form"].any_valid(operands), emit, lambda token: [token], token)
 
 
 mlir.register_lowering(emit_p, _lower)
 
 
-def _batch(axis_data: Any, operands: Any, dims: Any, *, packet: Any, **params: Any) -> Any:
+def _batch(axis_data: Any, operands: Any, dims: Any, *, form: Form, **params: Any) -> Any:
     del axis_data
     token = operands[0] if dims[0] is None else jnp.max(operands[0], dims[0])
-    moved, packet = packet.batched(list(operands[1:]), list(dims[1:]))
-    return emit_p.bind(token, *moved, packet=packet, **params), [None]
+    moved, form = form.batched(operands[1:], dims[1:])
+    return emit_p.bind(token, *moved, form=form, **params), [None]
 
 
 batching.fancy_primitive_batchers[emit_p] = _batch
 
 
-def _masked(condition: Any, token: Any, *operands: Any, packet: Any, **params: Any) -> list[Any]:
-    moved, packet = packet.only_if(list(operands), condition)
-    return emit_p.bind(token, *moved, packet=packet, **params)
+def _masked(condition: Any, token: Any, *operands: Any, form: Form, **params: Any) -> list[Any]:
+    moved, form = form.only_if(operands, condition)
+    return emit_p.bind(token, *moved, form=form, **params)
 
 
 # How to bind each primitive that calls the host such that it counts only where a condition holds: JAX runs a branch for

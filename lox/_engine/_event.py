@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from lox._data import _arrays, _reduce
+from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Flags, Laned
 from lox._data._logdict import logdict
-from lox._data._series import Series, Site
 
 PyTreeDef = Any
 
@@ -69,23 +69,6 @@ class Event:
             scope=scope,
         )
 
-    @classmethod
-    def from_series(cls, series: Series) -> "Event":
-        """The event that contributes this series of a single event."""
-        key = series.key
-        return cls(
-            values={key: series.values},
-            treedefs={key: series.treedef},
-            reductions={key: None},
-            steps=series.steps,
-            weight=None,
-            valid=series.valid,
-            tags=frozenset(),
-            explicit=False,
-            seen=False,
-            site=str(series.site),
-        )
-
     def to_operands(self) -> tuple[list[Any], Meta]:
         """The inverse of `from_operands`."""
         laned = [x for leaves in self.values.values() for x in leaves] + list(self.steps.values())
@@ -140,22 +123,22 @@ class Event:
         """
         return self.prefixed(self.scope).replace(scope="")
 
-    def series(self, key: str) -> Series:
-        """What the event contributes to one of its keys."""
+    def bundle(self, keys: Iterable[str]) -> Bundle:
+        """What the event contributes to some of its keys."""
         strong = lambda x: Laned(_arrays.strong(x.tree), x.flags)  # noqa: E731
-        return Series(
-            values=[strong(x) for x in self.values[key]],
+        keys = tuple(keys)
+        return Bundle(
+            values=[strong(x) for key in keys for x in self.values[key]],
             steps={name: strong(x) for name, x in self.steps.items()},
             valid=self.valid,
-            treedef=self.treedefs[key],
+            keys=keys,
+            treedefs=tuple(self.treedefs[key] for key in keys),
             single=True,
-            key=key,
             site=Site(self.site),
         )
 
     def as_logdict(self) -> logdict:
         """The event as users see it, without an event axis."""
         logs = logdict()
-        for key in self.values:
-            logs._set_series(self.series(key))
+        logs._set_bundle(self.bundle(self.values))
         return logs

@@ -46,7 +46,8 @@ def _impl(*operands: Any, meta: Meta) -> list[Any]:
 
 
 def _to_sink(meta: Meta, operands: Any, scope: str) -> None:
-    _emit.emit(_sink.deliver, Event.from_operands(meta, operands, scope).in_scope())
+    event = Event.from_operands(meta, operands, scope).in_scope()
+    _emit.emit(_sink.deliver, [event.bundle(event.values)])
 
 
 def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:

@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from lox import _compat
+from lox._data._bundle import Bundle
 from lox._data._lanes import Laned, map_laned
-from lox._data._series import Series
 from lox._engine import _masking
 from lox._engine._handler import Drop, Frame, Grown, Handler, Place, Retrace, Tally, rebuilding, types_of
 from lox._engine._interpret import Inside, Transformed, interpret, once, rule, tally, transformed, wants_any
@@ -450,7 +450,7 @@ def _shard_map(frame: Frame, primitive: Any, params: dict[str, Any], args: list[
                 except Grown as grown:
                     raise Grown(frame, types_of(rejoin(map_laned(outside, grown.struct)))) from None
             state, piece = map_laned(leave, (inner.state, inner.piece()))
-            left = state, jax.tree.map(Series.even, piece, is_leaf=lambda x: isinstance(x, Series))
+            left = state, jax.tree.map(Bundle.even, piece, is_leaf=lambda x: isinstance(x, Bundle))
             box.update(keys=inner.keys, specs=map_laned(spec, left, everywhere))
             return outs, left
 

@@ -7,6 +7,7 @@ from typing import Any
 from lox import _errors
 from lox._data import _format
 from lox._data._logdict import logdict
+from lox._engine._emit import Packet
 
 _CHOICES = ("console", "off")
 
@@ -51,14 +52,14 @@ def is_compiled_out() -> bool:
     return os.environ.get("LOX_SINK") == "off"
 
 
-def deliver(logs: logdict, token: int = 0) -> None:
+def deliver(packet: Packet, token: int = 0) -> None:
     """Send one event of NumPy values to the sink."""
     del token
     sink = config.sink
     if callable(sink):
-        sink(logs)
+        sink(packet.logs())
     elif sink == "console":
-        show(logs)
+        show(packet.logs())
 
 
 def show(logs: logdict) -> None:

@@ -1,36 +1,20 @@
 """The host half of `lox.tap`: events go to a callback as they come, or several at once."""
 
-import dataclasses
 import itertools
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeVar
-
-import jax
-import jax.numpy as jnp
+from typing import Any, TypeVar
 
 from lox import _errors
-from lox._data._lanes import Laned
-from lox._data._logdict import joined, logdict
-from lox._data._series import Series, Site, check_fit_all
-from lox._engine._event import Event
+from lox._data import _bundle
+from lox._data._bundle import Bundle, Models, check_fit_all
+from lox._data._logdict import logdict
+from lox._engine._emit import BEGIN, FLUSH, Packet
 
 Callback = Callable[[logdict], Any]
 _Kind = TypeVar("_Kind", bound="HostFunction")
-
-
-def _only_due(logs: logdict) -> logdict:
-    due = logs.pop(DUE, None)
-    if due is None:
-        return logs
-    for key, now in zip(list(logs), due, strict=True):
-        if not now.any():
-            del logs[key]
-        elif not now.all():
-            logs.valid[key] = logs.valid[key] & now if key in logs.valid else now
-    return logs.copy()
 
 
 class HostFunction:
@@ -48,64 +32,61 @@ class Delivery(HostFunction):
     """Delivers every event to the callback as it arrives."""
 
     ordered = True  # for `emit`
+    buffered = False
 
-    def __call__(self, logs: logdict, token: int = 0) -> int | None:
+    def __call__(self, packet: Packet, token: int = 0) -> int | None:
         """Take the events of one call, on the host."""
-        return self.take(_only_due(logs), token)
-
-    def take(self, logs: logdict, token: int, at_once: bool = False) -> int | None:
-        """Pass the events on."""
-        del token, at_once
-        if logs:
+        del token
+        if logs := packet.logs():
             self.callback(logs)
         return None
 
 
-# Internal keys, which differ from all keys of users.
-DUE = "\0due"  # travels with an event under `interval`: which of its keys are due
-FLUSH = "\0flush"  # a signal: deliver what is buffered
-BEGIN = "\0begin"  # a signal: begin with an empty buffer, whose number becomes the token
+class PacketDelivery(HostFunction):
+    """Hands every packet to the callback as it arrives."""
 
+    ordered = True  # for `emit`
+    buffered = False
 
-def signal(key: str) -> Event:
-    nothing = Laned(jnp.zeros((), bool))
-    return Event.from_series(Series([nothing], {}, None, jax.tree.structure(0), True, key, Site("")))
+    def __call__(self, packet: Packet, token: int = 0) -> int | None:
+        """Take a packet, on the host."""
+        del token
+        self.callback(packet)
 
 
 class Pending:
     """The events that one execution of a program has not delivered yet."""
 
     def __init__(self) -> None:
-        self.events: list[logdict] = []
+        self.bundles: list[Bundle] = []
         self.counts: Counter[str] = Counter()
 
-    def add(self, logs: logdict) -> None:
+    def add(self, bundles: list[Bundle]) -> None:
         """Add the events of a call."""
-        self.events.append(logs)
-        self.counts.update(logs.event_counts())
+        self.bundles += bundles
+        self.counts.update(_counts(bundles))
 
-    def would_exceed(self, logs: logdict, size: int) -> bool:
+    def would_exceed(self, bundles: list[Bundle], size: int) -> bool:
         """Whether any key would have more than `size` events."""
-        return any(self.counts[key] + n > size for key, n in logs.event_counts().items())
+        return any(self.counts[key] + n > size for key, n in _counts(bundles).items())
 
 
-def _that_fit(events: list[logdict]) -> Iterator[list[logdict]]:
+def _counts(bundles: list[Bundle]) -> dict[str, int]:
+    return {key: bundle.count() for bundle in bundles for key in bundle.keys}
+
+
+def _that_fit(bundles: list[Bundle]) -> Iterator[list[Bundle]]:
     """Split events, in order, into as few parts as possible such that the events of a key in a part fit together."""
-    part: list[logdict] = []
-    models: dict[str, dict[Any, Series]] = {}
-
-    def add(logs: logdict) -> None:
-        for key in logs:
-            check_fit_all(models.setdefault(key, {}), logs._to_series(key))
-        part.append(logs)
-
-    for logs in events:
+    part: list[Bundle] = []
+    models: Models = {}
+    for bundle in bundles:
         try:
-            add(logs)
+            check_fit_all(models, bundle)
         except _errors.MismatchError:
             yield part
             part, models = [], {}
-            add(logs)
+            check_fit_all(models, bundle)
+        part.append(bundle)
     if part:
         yield part
 
@@ -118,59 +99,48 @@ class BufferedDelivery(Delivery):
     immediately.
     """
 
+    buffered = True
+
     def __init__(self, callback: Callback, size: int):
         super().__init__(callback)
         self.size = size
         self.numbers = itertools.count(1)
         self.pending: dict[int, Pending] = {}
 
-    def take(self, logs: logdict, token: int, at_once: bool = False) -> int | None:
+    def __call__(self, packet: Packet, token: int = 0) -> int | None:
         """Keep the events, and pass them on if there are enough."""
-        if BEGIN in logs:
+        if packet.signal == BEGIN:
             number = next(self.numbers)
             self.pending[number] = Pending()
             return number
+        bundles = [part for bundle in packet.content().bundles if (part := bundle.occurred()) is not None]
         if token < 0:
-            self._send(Pending(), logs)
+            self._send(bundles)
             return None
         pending = self.pending.pop(token, None) or Pending()  # they stay removed if the callback raises
-        if FLUSH in logs:
-            self._send(pending)
+        if packet.signal == FLUSH:
+            self._send(pending.bundles)
             return None
-        if pending.would_exceed(logs, self.size):
-            self._send(pending)
+        if pending.would_exceed(bundles, self.size):
+            self._send(pending.bundles)
             pending = Pending()
-        pending.add(logs)
-        if at_once or max(pending.counts.values()) >= self.size:
-            self._send(pending)
+        pending.add(bundles)
+        at_once = any(key in packet.at_once for bundle in bundles for key in bundle.keys)
+        if at_once or max(pending.counts.values(), default=0) >= self.size:
+            self._send(pending.bundles)
             pending = Pending()
         self.pending[token] = pending
         return None
 
-    def _send(self, pending: Pending, *more: logdict) -> None:
-        events = [*pending.events, *[logs for logs in more if logs and FLUSH not in logs]]
-        if not events:
-            return
+    def _send(self, bundles: list[Bundle]) -> None:
+        bundles = [bundle.expanded() for bundle in bundles]
         try:
-            whole = [joined(events)]
+            whole = [_bundle.gather(bundles)]
         except _errors.MismatchError:
-            whole = [joined(part) for part in _that_fit(events)]
-        for logs in whole:
-            self.callback(logs)
-
-
-@dataclasses.dataclass(frozen=True)
-class AtOnce:
-    """Delivers immediately if there are events of these keys, each of which already stands for several."""
-
-    delivery: Delivery
-    keys: frozenset[str]
-
-    ordered: ClassVar[bool] = True  # for `emit`
-
-    def __call__(self, logs: logdict, token: int = 0) -> int | None:
-        """Take the events of one call, on the host."""
-        return self.delivery.take(logs, token, at_once=not self.keys.isdisjoint(logs))
+            whole = map(_bundle.gather, _that_fit(bundles))
+        for part in whole:
+            if part:
+                self.callback(logdict.from_bundles(part))
 
 
 class _Identity:

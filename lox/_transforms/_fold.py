@@ -1,6 +1,8 @@
 """A reduction in the carry of loops."""
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -8,8 +10,8 @@ import jax.numpy as jnp
 
 from lox import _errors
 from lox._data import _arrays, _lanes, _reduce
+from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Laned, Lanes
-from lox._data._series import Series, Site
 from lox._engine._event import Event
 from lox._transforms._state import (
     Item,
@@ -43,7 +45,11 @@ def _take_steps(key: str, old: dict[str, Laned], event: Event, valid: Laned | No
     return new
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["states", "count", "steps"],
+    meta_fields=["reduction", "treedef", "items", "key", "site", "interval"],
+)
 @dataclasses.dataclass
 class Fold:
     """The state of a reduction."""
@@ -58,27 +64,23 @@ class Fold:
     site: Site
     interval: int  # every k-th event is taken
 
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """Arrays are children; the rest is structure."""
-        children = (self.states, self.count, self.steps)
-        return children, (self.reduction, self.treedef, self.items, self.key, self.site, self.interval)
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> "Fold":
-        """The inverse of `tree_flatten`."""
-        return cls(*children, *aux)
-
     @classmethod
     def empty(cls, reduction: _reduce.Reduction, key: str, event: Event, interval: int) -> "Fold":
         """The state before the first event, for events like `event`."""
-        items = items_of(key, event)
+        items = items_of(event.bundle([key]))
         states = [Laned(_reduce.initial(reduction, *item)) for item in items]
         count = Laned(jnp.zeros((), jnp.int32))
         return cls(states, count, {}, reduction, event.treedefs[key], items, key, Site(event.site), interval)
 
+    def only(self, keys: Iterable[str]) -> "Fold":
+        """The part that concerns these keys: all of it, since every key is reduced by itself."""
+        del keys
+        return self
+
     def fitting(self, event: Event) -> "Fold":
         """Note the line that the lanes come from; raise if those of an event do not fit."""
-        site = site_of_lanes(self.key, self.parts(), self.site, parts_of(self.key, event), event.site)
+        parts = parts_of(event.bundle([self.key]), event.weight)
+        site = site_of_lanes(self.key, self.parts(), self.site, parts, event.site)
         return dataclasses.replace(self, site=site)
 
     def parts(self) -> Parts:
@@ -90,7 +92,7 @@ class Fold:
         key = self.key
         if event.weight is not None and self.reduction is _reduce.MEAN:
             return self._weighted().take(event)
-        old = self._promoted(check_items(key, self.treedef, self.items, str(self.site), event))
+        old = self._promoted(check_items((key,), [self.treedef], self.items, str(self.site), event.bundle([key])))
         valid = event.valid
         if self.interval > 1:
             lanes = union(key, self.count, valid)
@@ -175,8 +177,8 @@ class Fold:
         empty = dataclasses.replace(struct, states=states, count=Laned(jnp.zeros((), jnp.int32)), steps={})
         return empty.conform(struct)
 
-    def finish(self, certain: bool) -> Series:
-        """The result, as a series of a single event."""
+    def finish(self, certain: bool) -> Bundle:
+        """The result, as a single event."""
         values, taken = [], self._taken()
         for state in self.states:
             args = [state, taken] if self.reduction.counted else [state]
@@ -188,7 +190,7 @@ class Fold:
             values, treedef = [taken], jax.tree.structure(0)
         if not certain:
             valid = self.count.map(lambda n: n > 0)
-        return Series(values, self.steps, valid, treedef, True, self.key, self.site).even()
+        return Bundle(values, self.steps, valid, (self.key,), (treedef,), True, self.site).even()
 
 
 def _by_lane(fun: Any, lanes: Lanes) -> Any:

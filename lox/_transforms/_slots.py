@@ -1,7 +1,9 @@
 """A buffer in the carry of loops, with room for a number of events."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,9 +12,8 @@ import numpy as np
 
 from lox import _compat, _errors
 from lox._data import _arrays, _lanes
+from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Laned, Lanes
-from lox._data._series import Series, Site
-from lox._engine._event import Event
 from lox._transforms._fold import Fold
 from lox._transforms._state import (
     Item,
@@ -28,12 +29,16 @@ from lox._transforms._state import (
 )
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["events", "count", "seen"],
+    meta_fields=["capacity", "items", "interval", "most"],
+)
 @dataclasses.dataclass
 class Buffer:
     """Room for `capacity` events, and one more slot for those that do not fit."""
 
-    series: Series  # its `valid` is by lane, and None until an event depends on the lane
+    events: Bundle  # its `valid` is by lane, and None until an event depends on the lane
     count: Laned  # has lanes only outside of a shard_map whose devices log different numbers of events
     seen: Laned  # how many events there were, counted separately in each lane, for `interval`
     capacity: int
@@ -41,48 +46,43 @@ class Buffer:
     interval: int  # every k-th event is stored
     most: int | None = None  # the maximal number of events, if the buffer may grow to hold all of them
 
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """Arrays are children; the rest is structure."""
-        return (self.series, self.count, self.seen), (self.capacity, self.items, self.interval, self.most)
-
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> "Buffer":
-        """The inverse of `tree_flatten`."""
-        return cls(*children, *aux)
-
-    @classmethod
-    def empty(cls, capacity: int, key: str, event: Event, interval: int) -> "Buffer":
+    def empty(cls, capacity: int, event: Bundle, interval: int) -> "Buffer":
         """Room for events like `event`."""
-        items = items_of(key, event)
-        values = [x.map(lambda a: _empty_slots(capacity + 1, a)) for x in event.values[key]]
-        series = Series(values, {}, None, event.treedefs[key], False, key, Site(event.site))
+        values = [x.map(lambda a: _empty_slots(capacity + 1, a)) for x in event.values]
+        events = dataclasses.replace(event, values=values, steps={}, valid=None, single=False)
         zero = Laned(jnp.zeros((), jnp.int32))
-        return cls(series, zero, zero, capacity, items, interval)
+        return cls(events, zero, zero, capacity, items_of(event), interval)
 
-    def fitting(self, event: Event) -> "Buffer":
+    def only(self, keys: Iterable[str]) -> "Buffer":
+        """The part that concerns these keys."""
+        events = self.events.only(tuple(keys))
+        item = {id(x): item for x, item in zip(self.events.values, self.items, strict=True)}
+        return dataclasses.replace(self, events=events, items=tuple(item[id(x)] for x in events.values))
+
+    def fitting(self, event: Bundle) -> "Buffer":
         """Note the line that the lanes come from; raise if those of an event do not fit."""
-        series = self.series
-        site = site_of_lanes(series.key, self.parts(), series.site, parts_of(series.key, event), event.site)
-        return dataclasses.replace(self, series=dataclasses.replace(series, site=site))
+        events = self.events
+        site = site_of_lanes(events.keys[0], self.parts(), events.site, parts_of(event), str(event.site))
+        return dataclasses.replace(self, events=dataclasses.replace(events, site=site))
 
     def parts(self) -> Parts:
         """All arrays that have lanes."""
-        laned = [*self.series.values, *self.series.steps.values(), self.series.valid]
-        return [*[(x, 1) for x in laned if x is not None], (self.seen, 0)]
+        return parts_of(self.events, self.seen)
 
-    def take(self, event: Event) -> "Buffer":
+    def take(self, event: Bundle) -> "Buffer":
         """Add an event."""
         if self.count.flags:
-            return self._take_on_devices(event.series(self.series.key))
-        series, key, size, original = self.series, self.series.key, self.capacity + 1, event
-        items = check_items(key, series.treedef, self.items, str(series.site), event)
+            return self._take_on_devices(event)
+        events, key, size, original = self.events, self.events.keys[0], self.capacity + 1, event
+        items = check_items(events.keys, events.treedefs, self.items, str(events.site), event)
         seen = self.seen
         if self.interval > 1:
             lanes = union(key, seen, event.valid)
             number = _lanes.widen(seen, lanes).tree
             valid = jnp.ones((), bool) if event.valid is None else _lanes.widen(event.valid, lanes).tree
             seen = Laned(number + valid.astype(jnp.int32), lanes.flags)
-            event = event.replace(valid=Laned(valid & (number % self.interval == 0), lanes.flags))
+            event = dataclasses.replace(event, valid=Laned(valid & (number % self.interval == 0), lanes.flags))
             if self.most is not None and lanes.flags:
                 # Lanes count separately, so each may keep a different event.
                 needed = min(self.most, math.prod(lanes.present()) * -(-self.most // self.interval))
@@ -108,39 +108,35 @@ class Buffer:
 
         values = [
             put(buffer, x, dtype, 0)
-            for buffer, x, (_, dtype, _) in zip(series.values, event.values[key], items, strict=True)
+            for buffer, x, (_, dtype, _) in zip(events.values, event.values, items, strict=True)
         ]
         steps = {}
-        for name in dict.fromkeys([*series.steps, *event.steps]):
-            present = [x.tree.dtype for x in (series.steps.get(name), event.steps.get(name)) if x is not None]
+        for name in dict.fromkeys([*events.steps, *event.steps]):
+            present = [x.tree.dtype for x in (events.steps.get(name), event.steps.get(name)) if x is not None]
             dtype = _arrays.promote(*present)
             missing = _arrays.missing_step(dtype)
             step = event.steps.get(name) or Laned(jnp.asarray(missing))
-            steps[name] = put(series.steps.get(name), step, dtype, missing)
-        valid = series.valid
+            steps[name] = put(events.steps.get(name), step, dtype, missing)
+        valid = events.valid
         if valid is not None or by_lane is not None:
             valid = put(valid, by_lane or Laned(jnp.ones((), bool)), np.dtype(bool), True)
-        series = dataclasses.replace(series, values=values, steps=steps, valid=valid)
+        events = dataclasses.replace(events, values=values, steps=steps, valid=valid)
         count = Laned(count + (1 if any_valid is None else any_valid.astype(jnp.int32)), self.count.flags)
-        return dataclasses.replace(self, series=series, count=count, seen=seen, items=items)
+        return dataclasses.replace(self, events=events, count=count, seen=seen, items=items)
 
-    def take_series(self, series: Series) -> "Buffer":
-        """Add events that were collected before it was known that the key needs a buffer."""
+    def take_all(self, events: Bundle) -> "Buffer":
+        """Add events that were collected before it was known that their keys need a buffer."""
         if self.count.flags:
-            return self._take_on_devices(series)
-        series = series.expanded()
-
-        def take(buffer: Buffer, event: Series) -> Buffer:
-            return buffer.take(Event.from_series(event))
-
+            return self._take_on_devices(events)
+        events = events.expanded()
         # The first event settles the type of the buffer; a loop can then take the others.
-        buffer = take(self, _event(series, 0)) if series.count() else self
-        if series.count() > 1:
-            rest = dataclasses.replace(jax.tree.map(lambda x: _arrays.slice_events(x, 1), series), single=True)
-            buffer, _ = jax.lax.scan(lambda b, event: (take(b, event), None), buffer, rest)
+        buffer = self.take(_event(events, 0)) if events.count() else self
+        if events.count() > 1:
+            rest = dataclasses.replace(jax.tree.map(lambda x: _arrays.slice_events(x, 1), events), single=True)
+            buffer, _ = jax.lax.scan(lambda b, event: (b.take(event), None), buffer, rest)
         return buffer
 
-    def _take_on_devices(self, series: Series) -> "Buffer":
+    def _take_on_devices(self, events: Bundle) -> "Buffer":
         """Add events from outside of a shard_map whose devices have filled different numbers of slots."""
         lanes = _lanes.lanes_of(self.count)
         devices, *_ = lanes.flags
@@ -148,7 +144,7 @@ class Buffer:
         def enter(x: Laned, lead: int) -> Laned:
             old = _lanes.lanes_of(x, lead)
             if old.sizes[:1] not in ((), (0,), lanes.sizes[:1]):
-                raise _errors.different_lanes(series.key, lanes, str(self.series.site), old, str(series.site))
+                raise _errors.different_lanes(events.keys[0], lanes, str(self.events.site), old, str(events.site))
             shardings = (*(lanes.shardings[:1] or (None,)), *(old.shardings[1:] or (None,) * len(old.flags[1:])))
             wanted = Lanes((devices, *old.flags[1:]), (*lanes.sizes[:1], *old.sizes[1:]), shardings)
             x = _lanes.widen(x, wanted, lead)
@@ -157,18 +153,18 @@ class Buffer:
         def leave(x: Laned, lead: int) -> Laned:
             return Laned(jnp.moveaxis(x.tree, 0, lead) if devices else x.tree, (devices, *x.flags))
 
-        take = Buffer.take_series if not devices else jax.vmap(Buffer.take_series)
-        return _lanes.map_laned(leave, take(_lanes.map_laned(enter, self), _lanes.map_laned(enter, series)))
+        take = Buffer.take_all if not devices else jax.vmap(Buffer.take_all)
+        return _lanes.map_laned(leave, take(_lanes.map_laned(enter, self), _lanes.map_laned(enter, events)))
 
     def with_capacity(self, capacity: int) -> "Buffer":
         """The same events in a larger buffer."""
         more = capacity - self.capacity
         pad = lambda x: _arrays.concatenate([x, _empty_slots(more, x[0])]) if more else x  # noqa: E731
-        return dataclasses.replace(self, series=jax.tree.map(pad, self.series), capacity=capacity)
+        return dataclasses.replace(self, events=jax.tree.map(pad, self.events), capacity=capacity)
 
     def conform(self, struct: "Buffer") -> "Buffer":
-        """Give the state the type of `struct`, a later state of the same key."""
-        site_of_lanes(self.series.key, self.parts(), self.series.site, struct.parts(), str(struct.series.site))
+        """Give the state the type of `struct`, a later state of the same keys."""
+        site_of_lanes(self.events.keys[0], self.parts(), self.events.site, struct.parts(), str(struct.events.site))
         if struct.capacity != self.capacity:
             return self.with_capacity(struct.capacity).conform(struct)
 
@@ -178,13 +174,13 @@ class Buffer:
             x = _lanes.widen(x, _lanes.lanes_of(target, 1), 1)
             return Laned(typed_like(x.tree, target.tree), target.flags)
 
-        series, model = self.series, struct.series
-        values = [fit(x, target, 0) for x, target in zip(series.values, model.values, strict=True)]
-        steps = {n: fit(series.steps.get(n), t, _arrays.missing_step(t.tree.dtype)) for n, t in model.steps.items()}
-        valid = None if model.valid is None else fit(series.valid, model.valid, True)
-        series = dataclasses.replace(series, values=values, steps=steps, valid=valid, site=model.site)
+        events, model = self.events, struct.events
+        values = [fit(x, target, 0) for x, target in zip(events.values, model.values, strict=True)]
+        steps = {n: fit(events.steps.get(n), t, _arrays.missing_step(t.tree.dtype)) for n, t in model.steps.items()}
+        valid = None if model.valid is None else fit(events.valid, model.valid, True)
+        events = dataclasses.replace(events, values=values, steps=steps, valid=valid, site=model.site)
         count, seen = conform(self.count, struct.count), conform(self.seen, struct.seen)
-        return dataclasses.replace(self, series=series, count=count, seen=seen, items=struct.items)
+        return dataclasses.replace(self, events=events, count=count, seen=seen, items=struct.items)
 
     @classmethod
     def from_struct(cls, struct: "Buffer") -> "Buffer":
@@ -194,57 +190,53 @@ class Buffer:
             Laned(_arrays.zeros((size, *shape), dtype, _compat.with_leading_axes(sharding, 1)))
             for shape, dtype, sharding in struct.items
         ]
-        series = dataclasses.replace(struct.series, values=values, steps={}, valid=None)
+        events = dataclasses.replace(struct.events, values=values, steps={}, valid=None)
         zero = Laned(jnp.zeros((), jnp.int32))
-        return dataclasses.replace(struct, series=series, count=zero, seen=zero).conform(struct)
+        return dataclasses.replace(struct, events=events, count=zero, seen=zero).conform(struct)
 
-    def finish(self, certain: bool) -> Series:
+    def finish(self, certain: bool) -> Bundle:
         """The events; only the first `count` slots are filled."""
         del certain
-        series = self.full()
+        events = self.full()
         slots = jnp.arange(self.capacity, dtype=jnp.int32).reshape((-1,) + (1,) * self.count.ndim)
         filled = Laned(slots < self.count.tree, self.count.flags)
-        if series.valid is not None:
-            lanes = _lanes.union(_lanes.lanes_of(filled, 1), _lanes.lanes_of(series.valid, 1))
+        if events.valid is not None:
+            lanes = _lanes.union(_lanes.lanes_of(filled, 1), _lanes.lanes_of(events.valid, 1))
             assert lanes is not None  # both belong to one buffer
-            both = _lanes.widen(filled, lanes, 1).tree & _lanes.widen(series.valid, lanes, 1).tree
+            both = _lanes.widen(filled, lanes, 1).tree & _lanes.widen(events.valid, lanes, 1).tree
             filled = Laned(both, lanes.flags)
-        return dataclasses.replace(series, valid=filled).even()
+        return dataclasses.replace(events, valid=filled).even()
 
-    def full(self) -> Series:
+    def full(self) -> Bundle:
         """The events, if it is known that they fill the buffer."""
-        return jax.tree.map(lambda x: _arrays.slice_events(x, 0, self.capacity), self.series).even()
+        return jax.tree.map(lambda x: _arrays.slice_events(x, 0, self.capacity), self.events).even()
 
     def dropped(self) -> Any:
         """How many events did not fit."""
         return jnp.maximum(self.count.tree - self.capacity, 0)
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["count"], meta_fields=["site"])
 @dataclasses.dataclass
 class Tick:
-    """How many events of a key there were, counted separately in each lane."""
+    """How many events there were, counted separately in each lane."""
 
     count: Laned = dataclasses.field(default_factory=lambda: Laned(jnp.zeros((), jnp.int32)))
     site: Site = dataclasses.field(default_factory=Site)  # where the lanes come from
 
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """The count is the only child."""
-        return (self.count,), self.site
+    def only(self, keys: Iterable[str]) -> "Tick":
+        """The part that concerns these keys: all of it."""
+        del keys
+        return self
 
-    @classmethod
-    def tree_unflatten(cls, site: Site, children: Any) -> "Tick":
-        """The inverse of `tree_flatten`."""
-        return cls(children[0], site)
-
-    def take(self, key: str, event: Event) -> "Tick":
+    def take(self, event: Bundle) -> "Tick":
         """Add an event."""
-        valid = [] if event.valid is None else [(event.valid, 0)]
-        site = site_of_lanes(key, [(self.count, 0)], self.site, valid, event.site)
+        key, valid = event.keys[0], [] if event.valid is None else [(event.valid, 0)]
+        site = site_of_lanes(key, [(self.count, 0)], self.site, valid, str(event.site))
         return Tick(counted(key, self.count, event.valid), site)
 
     def conform(self, struct: "Tick") -> "Tick":
-        """Give the state the type of `struct`, a later state of the same key."""
+        """Give the state the type of `struct`, a later state of the same keys."""
         return Tick(conform(self.count, struct.count), struct.site)
 
     @classmethod
@@ -253,7 +245,7 @@ class Tick:
         return cls().conform(struct)
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["seen"], meta_fields=["capacity", "interval", "most"])
 @dataclasses.dataclass
 class Room:
     """Stands for a buffer until the first event shows what it has to hold."""
@@ -263,30 +255,26 @@ class Room:
     interval: int
     most: int
 
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """Arrays are children; the rest is structure."""
-        return (self.seen,), (self.capacity, self.interval, self.most)
-
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> "Room":
-        """The inverse of `tree_flatten`."""
-        return cls(*children, *aux)
-
-    @classmethod
-    def within(cls, count: int, interval: int, seen: Laned, known: int | None) -> "Room":
+    def within(cls, count: int, interval: int, seen: Laned, known: int | None = None) -> "Room":
         """Room for every k-th of at most `count` events; `known` is the number of the first, if it is known."""
         if known is None:
             return cls(seen, -(-count // interval), interval, count)
         kept = (known + count + interval - 1) // interval - (known + interval - 1) // interval
         return cls(seen, kept, interval, count)
 
-    def buffer(self, key: str, event: Event) -> Buffer:
+    def only(self, keys: Iterable[str]) -> "Room":
+        """The part that concerns these keys: all of it."""
+        del keys
+        return self
+
+    def fitting(self, event: Bundle) -> Buffer:
         """The buffer, for events like `event`."""
-        empty = Buffer.empty(self.capacity, key, event, self.interval)
+        empty = Buffer.empty(self.capacity, event, self.interval)
         return dataclasses.replace(empty, seen=self.seen, most=self.most)
 
     def conform(self, struct: Any) -> Any:
-        """Give the state the type of `struct`, a later state of the same key."""
+        """Give the state the type of `struct`, a later state of the same keys."""
         if isinstance(struct, Fold):
             return Fold.from_struct(struct)
         if isinstance(struct, Buffer):
@@ -303,7 +291,7 @@ def _empty_slots(count: int, like: Any, fill: Any = 0) -> Any:
     return jnp.broadcast_to(jnp.full_like(like, fill)[None], (count, *like.shape))
 
 
-def _event(series: Series, index: int) -> Series:
+def _event(events: Bundle, index: int) -> Bundle:
     return dataclasses.replace(
-        jax.tree.map(lambda x: jax.lax.index_in_dim(x, index, keepdims=False), series), single=True
+        jax.tree.map(lambda x: jax.lax.index_in_dim(x, index, keepdims=False), events), single=True
     )

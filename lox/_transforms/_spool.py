@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from lox import _compat, _errors
-from lox._data import _reduce, _series
+from lox._data import _bundle, _reduce
+from lox._data._bundle import Bundle, Keys
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict, warn_of_dropped
-from lox._data._series import Series
 from lox._engine import _handler, _trace
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Tally
@@ -23,6 +23,7 @@ from lox._transforms import _call
 from lox._transforms._call import P, R
 from lox._transforms._fold import Fold
 from lox._transforms._slots import Buffer, Room
+from lox._transforms._state import holder, split
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -31,7 +32,7 @@ Options = tuple[tuple[str, Any], ...]
 class Collect(Handler):
     """Stacks events, or reduces them while the program runs.
 
-    A piece has the series of each key. The state has, for each key, its reduction, or its buffer if it is logged in a
+    A piece is a list of bundles. The state has the reduction of each key, and the buffers of keys that are logged in a
     loop of unknown length.
     """
 
@@ -50,7 +51,7 @@ class Collect(Handler):
         """Want selected logs, and all if they are kept for others."""
         return self.keep_logs or bool(self.selection.keys(meta, scope))
 
-    def initial_state(self) -> dict[str, Fold | Buffer]:
+    def initial_state(self) -> dict[Keys, Fold | Buffer]:
         """Start empty: the state of a key begins with its first event."""
         return {}
 
@@ -66,27 +67,49 @@ class Collect(Handler):
         event = event.in_scope()
         keys = self.selection.keys(event)
         event = event.owned() if keys else event
+        stacked = []
         for key in keys:
             reduction = self.reduction(key, event.reductions[key])
-            state = frame.state.get(key)
-            if isinstance(state, Room):
-                state = state.buffer(key, event) if reduction is None else None
-            if state is not None:
-                self._check_same_reduction(state, reduction, key, event)
-                state = state.fitting(event).take(event)
-            elif reduction is not None:
-                self._check_not_stacked(frame, key, reduction, event)
-                state = Fold.empty(reduction, key, event, self.interval or 1).take(event)
-            elif frame.unbounded:
-                capacity = self._capacity(key, event.site)
-                state = Buffer.empty(capacity, key, event, self.interval or 1).take(event)
-            if state is not None:
-                frame.state = {**frame.state, key: state}
+            if reduction is None:
+                stacked.append(key)
             else:
-                series = event.series(key)
-                in_loop = _compat.in_python_loop(_trace.run_function.__code__)
-                frame.collect({key: series.expanded() if in_loop else series})
+                self._fold(frame, key, reduction, event)
             frame.note(key, event.valid is None)
+        if stacked:
+            self._stack(frame, event.bundle(stacked))
+
+    def _fold(self, frame: Frame, key: str, reduction: _reduce.Reduction, event: Event) -> None:
+        inside, outside, _ = split(frame.state, [key])
+        state = inside.get((key,))
+        if isinstance(state, Buffer):
+            raise _errors.mismatch(key, "reductions", _name(None), str(state.events.site), _name(reduction), event.site)
+        if isinstance(state, Fold):
+            self._check_same_reduction(state, reduction, event)
+            state = state.fitting(event)
+        else:
+            self._check_not_stacked(frame, key, reduction, event)
+            state = Fold.empty(reduction, key, event, self.interval or 1)
+        frame.state = {**outside, (key,): state.take(event)}
+
+    def _stack(self, frame: Frame, event: Bundle) -> None:
+        inside, state, new = split(frame.state, event.keys)
+        for keys, part in inside.items():
+            if isinstance(part, Fold):
+                raise _errors.mismatch(
+                    part.key, "reductions", _name(_plain(part.reduction)), str(part.site), _name(None), str(event.site)
+                )
+            state[keys] = part.fitting(event.only(keys)).take(event.only(keys))
+        if new and frame.unbounded:
+            by_capacity: dict[int, list[str]] = {}
+            for key in new:
+                by_capacity.setdefault(self._capacity(key, str(event.site)), []).append(key)
+            for capacity, keys in by_capacity.items():
+                part = event.only(keys)
+                state[tuple(keys)] = Buffer.empty(capacity, part, self.interval or 1).take(part)
+        elif new:
+            part, in_loop = event.only(new), _compat.in_python_loop(_trace.run_function.__code__)
+            frame.collect([part.expanded() if in_loop else part])
+        frame.state = state
 
     def _capacity(self, key: str, site: str) -> int:
         capacity = dict(self.capacity).get(key) if isinstance(self.capacity, tuple) else self.capacity
@@ -94,19 +117,18 @@ class Collect(Handler):
             raise _errors.unbounded_loop(key, site)
         return capacity
 
-    def _check_same_reduction(self, state: Fold | Buffer, reduction: Any, key: str, event: Event) -> None:
-        before = state.reduction if isinstance(state, Fold) else None
-        before = _reduce.MEAN if before is _reduce.WEIGHTED_MEAN else before
+    def _check_same_reduction(self, state: Fold, reduction: _reduce.Reduction, event: Event) -> None:
+        before = _plain(state.reduction)
         if before != reduction:
-            site = state.site if isinstance(state, Fold) else state.series.site
-            raise _errors.mismatch(key, "reductions", _name(before), str(site), _name(reduction), event.site)
+            raise _errors.mismatch(
+                state.key, "reductions", _name(before), str(state.site), _name(reduction), event.site
+            )
 
-    def _check_not_stacked(self, frame: Frame, key: str, reduction: Any, event: Event) -> None:
-        thinned = [{key: series} for series in frame.notes[key].kept] if key in frame.notes else []
-        for piece in [*thinned, *frame.pieces]:
-            if key in piece:
-                site = str(piece[key].site)
-                raise _errors.mismatch(key, "reductions", _name(None), site, _name(reduction), event.site)
+    def _check_not_stacked(self, frame: Frame, key: str, reduction: _reduce.Reduction, event: Event) -> None:
+        thinned = frame.notes[key].kept if key in frame.notes else []
+        for bundle in [*thinned, *[bundle for piece in frame.pieces for bundle in piece]]:
+            if key in bundle.keys:
+                raise _errors.mismatch(key, "reductions", _name(None), str(bundle.site), _name(reduction), event.site)
 
     def counts(self, meta: Meta, scope: str) -> list[str]:
         """The keys that are stacked."""
@@ -118,11 +140,11 @@ class Collect(Handler):
         if self.interval is None:
             return
         for key, tally in find().items():
-            if tally.looped and tally.count < math.inf and key not in frame.state:
+            if tally.looped and tally.count < math.inf and holder(frame.state, key) is None:
                 note = self._thin_out(frame, key)
                 known = note.seen if tally.exact and isinstance(note.seen, int) else None
                 room = Room.within(int(tally.count), self.interval, _as_laned(note.seen), known)
-                frame.state = {**frame.state, key: room}
+                frame.state = {**frame.state, (key,): room}
                 note.coming = tally
 
     def after(self, frame: Frame, completed: bool) -> None:
@@ -130,18 +152,18 @@ class Collect(Handler):
         for key, note in frame.notes.items():
             if note.coming is None:
                 continue
-            state, tally, note.coming = frame.state[key], note.coming, None
-            frame.state = {k: v for k, v in frame.state.items() if k != key}
+            inside, frame.state, _ = split(frame.state, [key])
+            state, tally, note.coming = inside[key,], note.coming, None
             if isinstance(state, Room) or not completed:  # no event came
                 continue
             if isinstance(state, Fold):
-                frame.state = {**frame.state, key: state}
+                frame.state = {**frame.state, (key,): state}
             elif tally.exact and isinstance(note.seen, int):
-                self.check(frame, {key: state.full()})
+                self.check(frame, [state.full()])
                 note.kept.append(state.full())
                 note.seen += int(tally.count)
             else:
-                self.check(frame, {key: state.series})
+                self.check(frame, [state.events])
                 note.kept.append(state.finish(certain=False))
                 note.seen = state.seen
 
@@ -149,81 +171,87 @@ class Collect(Handler):
         """Apply the interval to the stacked events of a key."""
         assert self.interval is not None
         note = frame.notes.setdefault(key, Thinned([], 0, None))
-        stacked = frame.piece() if frame.pieces else {}
-        if key in stacked:
-            kept, note.seen = _series.every(stacked.pop(key), self.interval, note.seen)
+        stacked = frame.piece() if frame.pieces else []
+        if (events := _bundle.part(stacked, (key,))) is not None:
+            kept, note.seen = _bundle.every(events, self.interval, note.seen)
             note.kept.append(kept)
+            stacked = _bundle.without(stacked, [key])
             frame.pieces = [stacked] if stacked else []
         return note
 
-    def check(self, frame: Frame, piece: dict[str, Series]) -> None:
+    def check(self, frame: Frame, piece: list[Bundle]) -> None:
         """Raise now and not at the end, when the result of a long computation would be lost."""
-        for key, series in piece.items():
-            _series.check_fit_all(frame.models.setdefault(key, {}), series)
+        for bundle in piece:
+            _bundle.check_fit_all(frame.models, bundle)
 
-    def gather(self, pieces: list[dict[str, Series]]) -> dict[str, Series]:
-        """Join the series of each key."""
-        by_key: dict[str, list[Series]] = {}
-        for piece in pieces:
-            for key, series in piece.items():
-                by_key.setdefault(key, []).append(series)
-        return {key: _series.concatenate(parts) for key, parts in by_key.items()}
+    def gather(self, pieces: list[list[Bundle]]) -> list[Bundle]:
+        """Join the events of each key."""
+        return _bundle.gather([bundle for piece in pieces for bundle in piece])
 
-    def unroll(self, piece: dict[str, Series], reverse: bool) -> dict[str, Series]:
-        """Unroll the series of each key."""
-        return {key: _series.unroll(series, reverse) for key, series in piece.items()}
+    def unroll(self, piece: list[Bundle], reverse: bool) -> list[Bundle]:
+        """Unroll the events of each key."""
+        return [_bundle.unroll(bundle, reverse) for bundle in piece]
 
-    def unify(self, pieces: list[dict[str, Series]]) -> list[Callable[[Any], Any]] | None:
-        """Pad the series of branches that log differently; `valid` marks the padding."""
-        keys = dict.fromkeys(k for p in pieces for k in p)
+    def unify(self, pieces: list[list[Bundle]]) -> list[Callable[[Any], Any]] | None:
+        """Pad the events of branches that log differently; `valid` marks the padding."""
         if all(_alike(p, pieces[0]) for p in pieces[1:]):
             return None
-        shapes = {k: _series.common_shape([p.get(k) for p in pieces]) for k in keys}
+        groups = _bundle.together((n, bundle) for n, piece in enumerate(pieces) for bundle in piece)
+        shapes = [(keys, _bundle.common_shape([_bundle.part(p, keys) for p in pieces])) for keys in groups]
 
-        def fit(piece: dict[str, Series]) -> dict[str, Series]:
-            return {k: _series.conform(piece.get(k), shape) for k, shape in shapes.items()}
+        def fit(piece: list[Bundle]) -> list[Bundle]:
+            return [_bundle.conform(_bundle.part(piece, keys), shape) for keys, shape in shapes]
 
         return [fit] * len(pieces)
 
-    def allows(self, frame: Frame, struct: dict[str, Any]) -> bool:
+    def allows(self, frame: Frame, struct: dict[Keys, Any]) -> bool:
         """Allow new keys, unless they have earlier events, which must come first."""
-        stacked = {key for piece in frame.pieces for key in piece}
-        return not any(key not in frame.state and (key in stacked or key in frame.notes) for key in struct)
+        earlier = {key for piece in frame.pieces for bundle in piece for key in bundle.keys} | frame.notes.keys()
+        return not any(key in earlier and holder(frame.state, key) is None for keys in struct for key in keys)
 
-    def extend(self, frame: Frame, struct: dict[str, Any]) -> None:
+    def extend(self, frame: Frame, struct: dict[Keys, Any]) -> None:
         """Start new keys empty, or with their stacked events."""
-        state = {}
-        stacked = frame.piece() if frame.pieces else {}
-        for key, target in struct.items():
-            before = frame.state.get(key)
-            note = frame.notes.pop(key, None) if before is None else None
-            if note is not None:  # the key was thinned out so far, and is now logged in a loop of unknown length
-                every_event = dataclasses.replace(Buffer.from_struct(target), interval=1)
-                kept = _series.concatenate(note.kept)
-                _series.check_fit(kept, target.series)
-                buffer = every_event.take_series(kept)
-                # Without the type of `target`, which may lack the steps of the kept events.
-                state[key] = dataclasses.replace(buffer, interval=target.interval, seen=_as_laned(note.seen))
-                if key in stacked:
-                    state[key] = state[key].take_series(stacked.pop(key))
-            elif before is None and key in stacked:
-                series = stacked.pop(key)
-                if isinstance(target, Fold):
-                    raise _errors.mismatch(
-                        key, "reductions", _name(None), str(series.site), _name(target.reduction), str(target.site)
-                    )
-                _series.check_fit(series, target.series)
-                state[key] = Buffer.from_struct(target).take_series(series)
-            elif before is None:
-                state[key] = type(target).from_struct(target)
-            else:
-                state[key] = before.conform(target)
-        frame.state, frame.pieces = state, [stacked] if stacked else []
+        state: dict[Keys, Any] = {}
+        stacked = frame.piece() if frame.pieces else []
+        for keys, target in struct.items():
+            inside, _, new = split(frame.state, keys)
+            for mine, before in inside.items():
+                state[mine] = before.conform(target.only(mine))
+            # New keys share a state if they have the same earlier events.
+            groups: dict[Any, list[str]] = {}
+            for key in new:
+                groups.setdefault((holder([b.keys for b in stacked], key), key in frame.notes and key), []).append(key)
+            for mine in map(tuple, groups.values()):
+                state[mine] = self._begin(frame, mine, target.only(mine), _bundle.part(stacked, mine))
+        frame.state, rest = state, _bundle.without(stacked, [key for keys in state for key in keys])
+        frame.pieces = [rest] if rest else []
 
-    def split_state(self, state: dict[str, Any], keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
+    def _begin(self, frame: Frame, keys: Keys, target: Any, stacked: Bundle | None) -> Fold | Buffer:
+        """The state of new keys, which has the type of `target` and holds their stacked events."""
+        note = frame.notes.pop(keys[0], None)
+        if note is not None:  # the key was thinned out so far, and is now logged in a loop of unknown length
+            every_event = dataclasses.replace(Buffer.from_struct(target), interval=1)
+            kept = _bundle.concatenate(note.kept)
+            _bundle.check_fit(kept, target.events, keys[0])
+            buffer = every_event.take_all(kept)
+            # Without the type of `target`, which may lack the steps of the kept events.
+            buffer = dataclasses.replace(buffer, interval=target.interval, seen=_as_laned(note.seen))
+            return buffer if stacked is None else buffer.take_all(stacked)
+        if stacked is None:
+            return type(target).from_struct(target)
+        if isinstance(target, Fold):
+            raise _errors.mismatch(
+                *(keys[0], "reductions", _name(None), str(stacked.site), _name(target.reduction), str(target.site))
+            )
+        for key in keys:
+            _bundle.check_fit(stacked, target.events, key)
+        return Buffer.from_struct(target).take_all(stacked)
+
+    def split_state(self, state: dict[Keys, Any], keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
         """Split by key."""
-        inside = {k: v for k, v in state.items() if k in keys}
-        return inside, lambda part: {**state, **part}
+        inside = {k: v for k, v in state.items() if not keys.isdisjoint(k)}
+        outside = {k: v for k, v in state.items() if k not in inside}
+        return inside, lambda part: {**outside, **part}
 
     def for_rules(self) -> Handler:
         """Drop logs, or leave them to others but not to the console."""
@@ -234,7 +262,7 @@ class Collect(Handler):
 class Thinned:
     """The events of a key that an interval has kept at the outermost level."""
 
-    kept: list[Series]
+    kept: list[Bundle]
     seen: int | Laned  # how many events there were; a plain integer while it is known
     coming: Tally | None  # the events of what is running now
 
@@ -243,11 +271,15 @@ def _as_laned(seen: int | Laned) -> Laned:
     return Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else seen
 
 
+def _plain(reduction: _reduce.Reduction) -> _reduce.Reduction:
+    return _reduce.MEAN if reduction is _reduce.WEIGHTED_MEAN else reduction
+
+
 def _name(reduction: _reduce.Reduction | None) -> str:
     return "no reduction" if reduction is None else f"reduce={reduction.name!r}"
 
 
-def _alike(a: dict[str, Series], b: dict[str, Series]) -> bool:
+def _alike(a: list[Bundle], b: list[Bundle]) -> bool:
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
         x.shape == y.shape and x.dtype == y.dtype for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
@@ -255,21 +287,20 @@ def _alike(a: dict[str, Series], b: dict[str, Series]) -> bool:
 
 def finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
     """The logs that a frame has collected, as users see them."""
-    series: dict[str, Series] = dict(frame.piece() if frame.pieces else {})
+    bundles = frame.piece() if frame.pieces else []
     if handler.interval is not None:
-        for key in [*series, *frame.notes]:
-            note = handler._thin_out(frame, key)
-            series[key] = _series.concatenate(note.kept)
+        keys = dict.fromkeys([*(key for bundle in bundles for key in bundle.keys), *frame.notes])
+        bundles = [_bundle.concatenate(handler._thin_out(frame, key).kept) for key in keys]
     reduced, dropped = set(), {}
-    for key, state in frame.state.items():
-        series[key] = state.finish(frame.keys.get(key, False))
+    for keys, state in frame.state.items():
+        bundles.append(state.finish(frame.keys.get(keys[0], False)))
         if isinstance(state, Fold):
-            reduced.add(prefix + key)
+            reduced.add(prefix + state.key)
         else:
-            dropped[prefix + key] = state.dropped()
-    ordered = [dataclasses.replace(series[k], key=prefix + k if prefix else k) for k in frame.keys if k in series]
-    logs = logdict.from_series(ordered, reduced)
-    logs.dropped = dropped
+            dropped |= dict.fromkeys([prefix + key for key in keys], state.dropped())
+    order = [prefix + key for key in frame.keys]
+    logs = logdict.from_bundles([bundle.prefixed(prefix) for bundle in bundles], order, reduced)
+    logs.dropped = {key: dropped[key] for key in order if key in dropped}
     return logs
 
 
@@ -346,7 +377,7 @@ def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Calla
         out, logs = _call.call(fun, (handler, prefix), collect, args, kwargs)
         if (logs.valid or logs.dropped) and not _is_traced(logs):
             if logs.dropped:  # there may be a warning, which must not be delayed but needs the values
-                warn_of_dropped(logs)
+                warn_of_dropped(logs.dropped)
                 return out, logs.without_empty_slots()
             logs = logs.compacted_when_looked_at()
         return out, logs

@@ -1,9 +1,11 @@
-"""The state of one key in the carry of loops: the accumulator of a reduction, or a buffer for a number of events.
+"""The state of keys in the carry of loops: the accumulator of a reduction, or a buffer for a number of events.
 
 Both start empty, take one event at a time and give their result at the end. Before lox has traced a loop it does not
-know what the body logs; `conform` gives the state before the loop the type that the body returns.
+know what the body logs; `conform` gives the state before the loop the type that the body returns. Keys share a state as
+long as they are logged together; when they are not, it is split.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,9 +13,8 @@ import jax.numpy as jnp
 
 from lox import _compat, _errors
 from lox._data import _arrays, _lanes
+from lox._data._bundle import Bundle, Keys, Site
 from lox._data._lanes import Laned, Lanes
-from lox._data._series import Site
-from lox._engine._event import Event
 
 Item = tuple[tuple[int, ...], Any, Any]  # shape, dtype and explicit sharding of one leaf of the value
 
@@ -54,6 +55,29 @@ def union(key: str, *laned: Laned | None) -> Lanes:
     return lanes
 
 
+def split(state: dict[Keys, Any], keys: Iterable[str]) -> tuple[dict[Keys, Any], dict[Keys, Any], Keys]:
+    """Split a state: what concerns these keys, everything else, and the keys that have no state yet."""
+    held: dict[Keys, list[str]] = {}
+    new = []
+    for key in keys:
+        owner = holder(state, key)
+        if owner is None:
+            new.append(key)
+        else:
+            held.setdefault(owner, []).append(key)
+    inside, outside = {}, {owner: part for owner, part in state.items() if owner not in held}
+    for owner, mine in held.items():
+        inside[tuple(mine)] = state[owner].only(mine)
+        if others := tuple(key for key in owner if key not in mine):
+            outside[others] = state[owner].only(others)
+    return inside, outside, tuple(new)
+
+
+def holder(state: Iterable[Keys], key: str) -> Keys | None:
+    """The keys that share the state of this one."""
+    return next((keys for keys in state if key in keys), None)
+
+
 Parts = list[tuple[Laned, int]]  # arrays, each with the number of axes before its lanes
 
 
@@ -67,25 +91,27 @@ def site_of_lanes(key: str, old: Parts, site: Site, new: Parts, new_site: str) -
     return site if both == before else Site(new_site)
 
 
-def parts_of(key: str, event: Event) -> Parts:
-    laned = [*event.values[key], *event.steps.values(), event.valid, event.weight]
-    return [(x, 0) for x in laned if x is not None]
+def parts_of(bundle: Bundle, *more: Laned | None) -> Parts:
+    laned = [*bundle.values, *bundle.steps.values(), bundle.valid]
+    return [*[(x, bundle.lead) for x in laned if x is not None], *[(x, 0) for x in more if x is not None]]
 
 
-def check_items(key: str, treedef: Any, items: tuple[Item, ...], site: str, event: Event) -> tuple[Item, ...]:
+def check_items(keys: Keys, treedefs: Any, items: tuple[Item, ...], site: str, event: Bundle) -> tuple[Item, ...]:
     """The items of state and event together: the same structure and shapes, with promoted dtypes."""
-    if event.treedefs[key] != treedef:
-        raise _errors.mismatch(key, "structure", treedef, site, event.treedefs[key], event.site)
+    names = []
+    for key, before, now in zip(keys, treedefs, event.treedefs, strict=True):
+        if before != now:
+            raise _errors.mismatch(key, "structure", before, site, now, str(event.site))
+        names += [key] * now.num_leaves
     joined = []
-    for (shape, dtype, sharding), x in zip(items, event.values[key], strict=True):
+    for key, (shape, dtype, sharding), x in zip(names, items, event.values, strict=True):
         if x.item_shape() != shape:
-            raise _errors.mismatch(key, "shape", f"shape {shape}", site, f"shape {x.item_shape()}", event.site)
+            raise _errors.mismatch(key, "shape", f"shape {shape}", site, f"shape {x.item_shape()}", str(event.site))
         joined.append((shape, _arrays.promote(dtype, x.tree.dtype), sharding))
     return tuple(joined)
 
 
-def items_of(key: str, event: Event) -> tuple[Item, ...]:
+def items_of(event: Bundle) -> tuple[Item, ...]:
     return tuple(
-        (x.item_shape(), x.tree.dtype, _compat.explicit_sharding(_compat.aval_of(x.tree), x.ndim))
-        for x in event.values[key]
+        (x.item_shape(), x.tree.dtype, _compat.explicit_sharding(_compat.aval_of(x.tree), x.ndim)) for x in event.values
     )

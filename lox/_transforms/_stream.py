@@ -3,25 +3,24 @@
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
-from lox._data import _lanes
+from lox._data import _bundle
+from lox._data._bundle import Bundle, Keys
 from lox._data._lanes import Laned
-from lox._data._series import Series
 from lox._engine import _emit, _handler, _interpret
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Tally
 from lox._engine._primitive import bind
 from lox._engine._selection import Names
-from lox._transforms._deliver import BEGIN, DUE, FLUSH, AtOnce, Delivery, signal
+from lox._transforms._deliver import BufferedDelivery, Delivery, PacketDelivery, one_for
 from lox._transforms._fold import Fold
 from lox._transforms._slots import Buffer, Room, Tick
 from lox._transforms._spool import Collect
+from lox._transforms._state import split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +35,16 @@ class Stream(Handler):
     """
 
     collect: Collect
-    deliver: Delivery
+    deliver: Delivery | PacketDelivery
     prefix: str
     buffer: int | None
 
     waits: ClassVar[bool] = True  # whether a call returns only after the last callback
+
+    @classmethod
+    def delivery(cls, callback: Callable[[Any], Any], buffer: int | None) -> Delivery | PacketDelivery:
+        """The host function that hands events to the callback."""
+        return one_for(callback, Delivery) if buffer is None else one_for(callback, BufferedDelivery, buffer)
 
     @property
     def names(self) -> Names | None:
@@ -54,8 +58,8 @@ class Stream(Handler):
     def initial_state(self) -> dict[str, Any]:
         """The token before the first event; nothing is counted or reduced yet."""
         token = _emit.new_token()
-        if self.buffer:
-            token = _emit.emit(self.deliver, signal(BEGIN), token)
+        if self.deliver.buffered:
+            token = _emit.emit(self.deliver, [], token, signal=_emit.BEGIN)
         return {"token": token, "folds": {}, "counts": {}}
 
     def event(self, frame: Frame, event: Event) -> None:
@@ -70,12 +74,8 @@ class Stream(Handler):
             if self.buffer:
                 enough = self.take_reduced(frame, dict.fromkeys(reduced, self.buffer))
                 self.emit_all(frame, [], enough, conditional=self.buffer > 1)
-        direct = [k for k in selected if k not in reduced]
-        interval = self.collect.interval
-        if direct and interval is None:
-            self._emit(frame, event.only(direct).prefixed(self.prefix))
-        elif direct and interval is not None:
-            self._emit_if_due(frame, event.only(direct), interval)
+        if direct := [k for k in selected if k not in reduced]:
+            self._emit_direct(frame, event.bundle(direct))
         for key in selected:
             frame.note(key, event.valid is None)
         bind(original.replace(seen=True))
@@ -84,50 +84,41 @@ class Stream(Handler):
     def _fold(self) -> Collect:
         return dataclasses.replace(self.collect, keep_logs=False)
 
-    def _emit(self, frame: Frame, event: Event) -> None:
-        def emit(keys: list[str], token: Any) -> Any:
-            return _emit.emit(self.deliver, self.leaving(frame, event.only(keys)), token)
+    def _emit_direct(self, frame: Frame, event: Bundle) -> None:
+        """Emit an event; with an interval, those of its keys that are due."""
+        interval, due = self.collect.interval, [event]
+        if interval is not None:
+            ticks, counts = _ticks(frame.state["counts"], event.keys)
+            due = []
+            for keys, tick in ticks.items():
+                part = event.only(keys)
+                counts[keys] = tick.take(part)
+                due.append(part.only_where(tick.count.map(lambda n: n % interval == 0)))
+            frame.state = {**frame.state, "counts": counts}
+        self._emit(frame, due, conditional=interval is not None)
 
-        shared = [*event.steps.values(), event.valid]
-        token = _emit.once(emit, {k: [*x, *shared] for k, x in event.values.items()}, frame.alike, frame.state["token"])
-        frame.state = {**frame.state, "token": token}
-
-    def leaving(self, frame: Frame, event: Event) -> Event:
-        """The event to send to the host."""
-        del frame
-        return event
-
-    def series_leaving(self, frame: Frame, series: Series) -> Series:
-        """The series to send to the host."""
-        del frame
-        return series
-
-    def _emit_if_due(self, frame: Frame, event: Event, interval: int) -> None:
-        counts, due = dict(frame.state["counts"]), {}
-        for key in event.values:
-            counter = counts.get(key) or Tick()
-            due[key] = counter.count.map(lambda n: n % interval == 0)
-            counts[key] = counter.take(key, event)
+    def _emit(
+        self, frame: Frame, bundles: list[Bundle], at_once: Iterable[str] = (), conditional: bool = False
+    ) -> None:
+        """Emit events in one call, or in one for each way in which devices share them."""
+        at_once = [self.prefix + key for key in at_once]
 
         def emit(keys: list[str], token: Any) -> Any:
-            due_now = [due[k] for k in keys]
-            valid = event.valid or Laned(jnp.ones((), bool))
-            lanes = _lanes.union(*[_lanes.lanes_of(x) for x in [valid, *due_now]])
-            assert lanes is not None  # the counters have taken the event
-            any_due = functools.reduce(operator.or_, [_lanes.widen(x, lanes).tree for x in due_now])
-            leaving = event.only(keys).prefixed(self.prefix)
-            leaving = leaving.replace(
-                values={**leaving.values, DUE: due_now},
-                treedefs={**leaving.treedefs, DUE: jax.tree.structure([0] * len(due_now))},
-                reductions={**leaving.reductions, DUE: None},
-                valid=Laned(_lanes.widen(valid, lanes).tree & any_due, lanes.flags),
-            )
-            return _emit.emit(self.deliver, self.leaving(frame, leaving), token, conditional=True)
+            parts = _bundle.without(bundles, arrays.keys() - keys)
+            leaving = [self.leaving(part.prefixed(self.prefix)) for part in parts]
+            return _emit.emit(self.deliver, leaving, token, self.route(frame), at_once=at_once, conditional=conditional)
 
-        shared = [*event.steps.values(), event.valid]
-        parts = {k: [*x, *shared, due[k]] for k, x in event.values.items()}
-        token = _emit.once(emit, parts, frame.alike, frame.state["token"])
-        frame.state = {**frame.state, "token": token, "counts": counts}
+        arrays = {key: [b.leaves(key), b.steps, b.valid] for b in bundles for key in b.keys}
+        frame.state = {**frame.state, "token": _emit.once(emit, arrays, frame.alike, frame.state["token"])}
+
+    def leaving(self, bundle: Bundle) -> Bundle:
+        """The events to send to the host."""
+        return bundle
+
+    def route(self, frame: Frame) -> Laned | None:
+        """The numbers of the runs that events belong to."""
+        del frame
+        return None
 
     # --- blocks of iterations ---
 
@@ -158,25 +149,20 @@ class Stream(Handler):
             {key: n for key, n in counts.items() if key not in stacked},
         )
 
-    def emit_all(self, frame: Frame, stacked: list[Series], reduced: list[Series], conditional: bool = False) -> None:
+    def emit_all(self, frame: Frame, stacked: list[Bundle], reduced: list[Bundle], conditional: bool = False) -> None:
         """Emit several events of each key in one call; it is not delayed if there are reduced keys."""
         if stacked or reduced:
             order = {key: n for n, key in enumerate(frame.keys)}
-            series = {s.key: s for s in sorted([*stacked, *reduced], key=lambda s: order.get(s.key, len(order)))}
-            deliver = AtOnce(self.deliver, frozenset(self.prefix + s.key for s in reduced))
+            bundles = sorted([*stacked, *reduced], key=lambda b: order.get(b.keys[0], len(order)))
+            at_once = [key for bundle in reduced for key in bundle.keys]
+            self._emit(frame, [bundle.expanded() for bundle in bundles], at_once, conditional and not stacked)
 
-            def emit(keys: list[str], token: Any) -> Any:
-                named = [self.series_leaving(frame, dataclasses.replace(series[k], key=self.prefix + k)) for k in keys]
-                return _emit.emit_series(deliver, named, token, conditional and not stacked)
-
-            frame.state = {**frame.state, "token": _emit.once(emit, series, frame.alike, frame.state["token"])}
-
-    def take_reduced(self, frame: Frame, at: dict[str, int]) -> list[Series]:
+    def take_reduced(self, frame: Frame, at: dict[str, int]) -> list[Bundle]:
         """Take the reductions of these keys that have at least that many events, and restart them."""
-        folds, series = dict(frame.state["folds"]), []
+        folds, results = dict(frame.state["folds"]), []
         interval = self.collect.interval or 1
         for key, number in at.items():
-            fold = folds.get(key)
+            fold = folds.get((key,))
             if fold is None:
                 continue
             result, enough = fold.finish(certain=False), None
@@ -185,10 +171,10 @@ class Stream(Handler):
                 enough = jnp.max(fold.count.tree) > (number - 1) * interval
                 assert result.valid is not None
                 result = dataclasses.replace(result, valid=result.valid.map(lambda v, e=enough: v & e))
-            series.append(result)
-            folds[key] = fold.restarted(enough)
+            results.append(result)
+            folds[key,] = fold.restarted(enough)
         frame.state = {**frame.state, "folds": folds}
-        return series
+        return results
 
     def allows(self, frame: Frame, struct: dict[str, Any]) -> bool:
         """Allow new keys, since nothing is stacked outside of blocks."""
@@ -217,14 +203,22 @@ class Stream(Handler):
 
     def finish(self, frame: Frame) -> Any:
         """Emit what was reduced; returns the last token."""
+        folds = frame.state["folds"]
         if self.buffer:
-            self.emit_all(frame, [], self.take_reduced(frame, dict.fromkeys(frame.state["folds"], 1)))
-            self._emit(frame, signal(FLUSH))
+            self.emit_all(frame, [], self.take_reduced(frame, dict.fromkeys([key for (key,) in folds], 1)))
+            if self.deliver.buffered:
+                return _emit.emit(self.deliver, [], frame.state["token"], signal=_emit.FLUSH)
             return frame.state["token"]
-        for key in [k for k in frame.keys if k in frame.state["folds"]]:
-            series = frame.state["folds"][key].finish(frame.keys.get(key, False))
-            self._emit(frame, Event.from_series(series).prefixed(self.prefix))
+        for key, certain in frame.keys.items():
+            if (key,) in folds:
+                self._emit(frame, [folds[key,].finish(certain)])
         return frame.state["token"]
+
+
+def _ticks(counts: dict[Keys, Tick], keys: Iterable[str]) -> tuple[dict[Keys, Tick], dict[Keys, Tick]]:
+    """The counters of these keys, and those of all others."""
+    inside, outside, new = split(counts, keys)
+    return {**inside, new: Tick()} if new else inside, outside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,31 +235,38 @@ class Blocks:
         interval = self.stream.collect.interval
         inner = Frame(self.stream.collect, frame.state["folds"], scope=frame.eqn_scope)
         if interval is not None or not bounded:
-            rooms = {}
-            for key, count in self.stacked.items():
-                seen = frame.state["counts"].get(key, Tick()).count
-                rooms[key] = Room.within(count * self.iterations, interval or 1, seen, None)
-            inner.state = {**inner.state, **rooms}
+            inner.state = {**inner.state, **self._rooms(frame.state["counts"])}
         out = execute(inner)
-        series, folds, counts = dict(inner.piece() if inner.pieces else {}), {}, dict(frame.state["counts"])
-        for key, state in inner.state.items():
+        bundles, folds, counted = list(inner.piece() if inner.pieces else []), {}, {}
+        for keys, state in inner.state.items():
             if isinstance(state, Fold):
-                folds[key] = state
+                folds[keys] = state
             elif isinstance(state, Buffer):
-                series[key] = state.finish(certain=False)
+                bundles.append(state.finish(certain=False))
                 if interval is not None:
-                    counts[key] = Tick(state.seen, state.series.site)
+                    counted[keys] = Tick(state.seen, state.events.site)
+        _, counts, _ = split(frame.state["counts"], [key for keys in counted for key in keys])
         for key, certain in inner.keys.items():
             frame.note(key, certain)
-        frame.state = {**frame.state, "folds": folds, "counts": counts}
-        self._emit(frame, [series[key] for key in inner.keys if key in series], room_for)
+        frame.state = {**frame.state, "folds": folds, "counts": {**counts, **counted}}
+        self._emit(frame, bundles, room_for)
         return out
+
+    def _rooms(self, counts: dict[Keys, Tick]) -> dict[Keys, Room]:
+        """Room for the events of a block, one for all keys that were logged together so far and may be here."""
+        rooms: dict[Keys, Room] = {}
+        for keys, tick in _ticks(counts, self.stacked)[0].items():
+            for count in {self.stacked[key] for key in keys}:
+                alike = tuple(key for key in keys if self.stacked[key] == count)
+                room = Room.within(count * self.iterations, self.stream.collect.interval or 1, tick.count, None)
+                rooms[alike] = room
+        return rooms
 
     def flush(self, frame: Frame, room_for: int | None = None) -> None:
         """Emit the reductions of the loop's keys: all of them, or those that leave no room for that many iterations."""
         self._emit(frame, [], room_for)
 
-    def _emit(self, frame: Frame, stacked: list[Series], room_for: int | None) -> None:
+    def _emit(self, frame: Frame, stacked: list[Bundle], room_for: int | None) -> None:
         buffer, interval = self.stream.buffer or 1, self.stream.collect.interval or 1
         at = dict.fromkeys(self.reduced, 1)
         if room_for is not None:

@@ -12,7 +12,7 @@ from lox._engine._selection import Selection
 from lox._engine._sink import show
 from lox._transforms import _call
 from lox._transforms._call import P, R
-from lox._transforms._deliver import BufferedDelivery, Callback, Delivery, one_for
+from lox._transforms._deliver import Callback
 from lox._transforms._spool import Collect
 from lox._transforms._stream import Stream
 
@@ -76,7 +76,7 @@ def tap(
 
 def streaming(
     kind: type[Stream],
-    callback: Callback,
+    callback: Callable[[Any], Any],
     argnames: str | Iterable[str] | None,
     tags: str | Iterable[str] | None,
     prefix: str,
@@ -95,8 +95,7 @@ def streaming(
     collect = Collect(Selection.of(argnames, tags), reduction, None, interval, keep_logs=True)
 
     def stream(fun: Callable[..., Any], args: Any, kwargs: Any, **given: Any) -> Any:
-        deliver = one_for(callback, Delivery) if buffer is None else one_for(callback, BufferedDelivery, buffer)
-        handler = kind(collect, deliver, prefix, buffer)
+        handler = kind(collect, kind.delivery(callback, buffer), prefix, buffer)
 
         def transform(fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> tuple[Any, Any]:
             out, frame = _trace.run_function(handler, fun, args, kwargs, given)

@@ -18,6 +18,7 @@ from lox._data import _lanes
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
 from lox._engine import _emit, _trace
+from lox._engine._emit import Packet
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Keep
 from lox._engine._primitive import bind
@@ -30,16 +31,13 @@ from lox._transforms._state import typed_like
 from lox._transforms._tap import finished
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """Describes the failed event and passes it on, on the host."""
+class Report(HostFunction):
+    """Describes the failed event to the callback."""
 
-    deliver: Callable[[Any], Any]
-    site: str
-
-    def __call__(self, logs: logdict, token: int = 0) -> None:
+    def __call__(self, packet: Packet, token: int = 0) -> None:
         """Take the event."""
         del token
+        logs, site = packet.logs(), str(packet.content().bundles[0].site)
         lane = _first_lane(logs)
         for key in logs:
             layout = logs._layout(key)
@@ -55,7 +53,7 @@ class Report:
                         if key in by_key
                     }
                     leaf_name = jax.tree_util.keystr(tree_path)
-                    self.deliver(NonFiniteError(key, leaf_name, value, steps, lane, self.site))
+                    self.callback(NonFiniteError(key, leaf_name, value, steps, lane, site))
                     return
 
 
@@ -78,7 +76,7 @@ class Watch(Handler):
     """Checks events until one fails. The state is the token, and whether one has failed."""
 
     selection: Selection
-    deliver: Callable[[Any], Any]
+    deliver: Report
 
     @property
     def names(self) -> Names | None:
@@ -107,12 +105,13 @@ class Watch(Handler):
             for x in valid:
                 fails &= _lanes.widen(x, lanes).tree
             failed = jnp.any(frame.state["failed"].tree)
-            named = named.only(selected).replace(valid=Laned(fails & ~failed, lanes.flags))
+            named = named.replace(valid=Laned(fails & ~failed, lanes.flags))
+            failed_event = named.bundle(selected)
 
             def report(_: Any, token: Any) -> Any:
-                return _emit.emit(Report(self.deliver, event.site), named, token, conditional=True)
+                return _emit.emit(self.deliver, [failed_event], token, conditional=True)
 
-            parts = {"": [named.values, named.steps, named.valid]}
+            parts = {"": failed_event}
             token = _emit.once(report, parts, frame.alike, frame.state["token"])
             frame.state = {"token": token, "failed": Laned(failed | jnp.any(fails))}
         bind(event)
@@ -178,7 +177,7 @@ def watch(
     """
     if callback is not None and not callable(callback):
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of an error.")
-    deliver = one_for(_raise if callback is None else callback, HostFunction)
+    deliver = one_for(_raise if callback is None else callback, Report)
     handler = Watch(Selection.of(argnames, tags), deliver)
 
     def transform(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

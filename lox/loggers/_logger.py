@@ -9,24 +9,27 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lox import _compat, _errors
+from lox._data._bundle import Bundle
+from lox._data._lanes import Laned
 from lox._data._logdict import logdict
-from lox._engine import _host_results
+from lox._engine import _emit, _host_results
+from lox._engine._emit import END
 from lox._transforms import _call
 from lox._transforms._call import P, R
+from lox._transforms._deliver import PacketDelivery, one_for
 from lox._transforms._spool import spool as _spool
 from lox._transforms._tap import streaming
-from lox.loggers import _batch
-from lox.loggers._batch import Batch
+from lox.loggers._batch import Batch, logs_of
 from lox.loggers._errors import raise_all
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._routing import RoutedStream
 from lox.loggers._run import ConfigPlan, LoggerState, Run, prng_key_words
-from lox.loggers._values import as_logs
+from lox.loggers._values import as_bundles
+from lox.store._prng_keys import as_words, words_only
 
 
 class Logger:
@@ -58,7 +61,6 @@ class Logger:
 
     queue_size: int = 1024
     queue_bytes: int = 64 << 20
-    _takes_prng_keys: bool = False  # as `PRNGKeyWords`; other loggers get arrays of words
     _pipeline: Pipeline
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -90,12 +92,21 @@ class Logger:
         By default, this calls `write` for each run. `logs.valid`, of shape `(lane, event, ...)`, has the keys that not
         every lane logged.
         """
-        batch = Batch(np.asarray([run.id for run in runs]), logs)
+        self._write_each(runs, Batch.of(logs))
+
+    def _write_each(self, runs: list[Run], batch: Batch) -> None:
         for index, run in enumerate(runs):
-            lane = batch.lane(index)
+            lane = words_only(logs_of(batch.run(index)))
             if lane:
                 with self._pipeline.isolated(f"writing {_errors.listing(lane)} of run {run.name!r}"):
                     self.write(run, lane)
+
+    def _write_batch(self, runs: list[Run], batch: Batch) -> None:
+        """Write events of several runs. Loggers that have no use for a logdict override this."""
+        if getattr(self.write_lanes, "__func__", None) is Logger.write_lanes:
+            self._write_each(runs, batch)
+        else:
+            self.write_lanes(runs, words_only(batch.logs()))
 
     def open(self, run: Run) -> None:
         """Prepare for a new run. Errors reach the caller of `init`, unless that is a compiled program."""
@@ -148,9 +159,10 @@ class Logger:
             **steps: Steps of these events: one number for all, or one for each event.
         """
         run = self._run_of(state, "log")
-        logs = as_logs(logs, steps).prefix(_call.prefix_option(prefix))
-        if logs:
-            self._send(run, logs)
+        bundles = as_bundles(logs, steps)
+        prefix = _call.prefix_option(prefix)
+        if bundles:
+            self._send(run, [bundle.prefixed(prefix) for bundle in bundles], getattr(logs, "dropped", {}))
 
     def spool(
         self,
@@ -178,7 +190,7 @@ class Logger:
         def transform(fun: Callable[..., Any], args: Any, kwargs: Any, run: Any) -> Any:
             out, logs = _spool(fun, **options)(*args, **kwargs)
             if logs:
-                self._send(run, logs)
+                self._send(run, logs.to_bundles(), logs.dropped)
             return out
 
         @functools.wraps(fun)
@@ -204,7 +216,7 @@ class Logger:
         The options are those of `lox.tap`. Returns a function with the signature and the result of `fun`.
         """
         run = self._run_of(state, "tap")
-        stream = streaming(RoutedStream, self._pipeline.receive_tap, argnames, tags, prefix, interval, reduce, buffer)
+        stream = streaming(RoutedStream, self._pipeline.receive, argnames, tags, prefix, interval, reduce, buffer)
 
         @functools.wraps(fun)
         def tapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -240,7 +252,7 @@ class Logger:
         self._require_state(state, "close")
         waiting = _compat.is_evaluating()
         errors = self._pipeline.settle() if waiting else []  # of computations under way, which may still log
-        _host_results.call(self._pipeline.end, [jnp.asarray(state.run, jnp.int32)])
+        self._emit([], jnp.asarray(state.run, jnp.int32), signal=END)
         raise_all(self._pipeline.name, [*errors, *(self._pipeline.settle() if waiting else [])])
 
     def __enter__(self) -> Self:
@@ -280,14 +292,14 @@ class Logger:
                 f"`{what}` got {state!r} for the logger's state: give it what `init(key)` returned."
             )
 
-    def _send(self, run: Any, logs: logdict) -> None:
-        for key in logs:
-            for x in jax.tree.leaves(logs[key]):
-                if axes := _compat.unreduced_axes(x):
-                    raise _errors.unreduced(key, "", axes)
+    def _send(self, run: Any, bundles: list[Bundle], dropped: Mapping[str, Any]) -> None:
+        # `lox.spool` has already warned about events that were dropped, if it could.
+        unknown = {key: count for key, count in dropped.items() if isinstance(count, _compat.Tracer)}
+        self._emit(map(as_words, bundles), run, dropped=unknown)
+
+    def _emit(self, bundles: Iterable[Bundle], run: Any, **options: Any) -> None:
         with _compat.own_transfers():
-            plan, arrays = _batch.Plan.of(logs)
-            _host_results.call(self._pipeline.target(plan), [run, *arrays])
+            _emit.emit(one_for(self._pipeline.receive, PacketDelivery), bundles, route=Laned(run), **options)
 
 
 def _names(option: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from lox import _compat, _errors
-from lox._engine import _host_results
+from lox._engine._emit import END
 from lox.loggers._logger import Logger
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._run import LoggerState, Run
@@ -110,7 +110,7 @@ class SingleRuns:
             run: What `init` returned.
         """
         logger = self.logger()
-        _host_results.call(logger._pipeline.end, [logger._run_of(run, "finish")])
+        logger._emit([], logger._run_of(run, "finish"), signal=END)
         if _compat.is_evaluating():
             logger.flush()
 

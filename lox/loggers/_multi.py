@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 
 from lox import _errors
-from lox.loggers._batch import EndJob, Job, Rename
+from lox._engine._emit import END
+from lox.loggers._batch import Job, Rename
 from lox.loggers._logger import Logger
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._run import Run
@@ -64,8 +65,8 @@ class _FanOut(Pipeline):
 
     def enqueue(self, job: Job) -> None:
         """Queue a job with every logger."""
-        if isinstance(job, EndJob):
-            self.ended.update(job.numbers())
+        if job.packet.signal == END:
+            self.ended.update(job.ids().tolist())
         for number, other in enumerate(self._others):
             other.enqueue(dataclasses.replace(job, rename=self._renaming(number, job.rename)))
 

@@ -5,9 +5,7 @@ Everything here is called outside of JAX: in callbacks, on the writer's thread, 
 
 import atexit
 import contextlib
-import functools
 import itertools
-import math
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,12 +16,10 @@ import numpy as np
 from lox import _errors
 from lox._data import _lanes
 from lox._data._lanes import Laned
-from lox._data._logdict import logdict, warn_of_dropped
-from lox._engine import _host_results
-from lox.loggers import _batch
-from lox.loggers._batch import Batch, CallJob, EndJob, Job, TapJob
+from lox._data._logdict import warn_of_dropped
+from lox._engine._emit import END, Packet
+from lox.loggers._batch import Batch, Job, batches
 from lox.loggers._errors import ErrorLog, raise_all
-from lox.loggers._prng import words_only
 from lox.loggers._queue import Writer
 from lox.loggers._run import ConfigPlan, Run
 
@@ -76,10 +72,6 @@ class Pipeline:
     def over(self, number: int) -> _errors.LoxError:
         """Return the error for a run that was closed."""
         return _errors.LoxError(f"run {self.runs[number].name!r} is closed. Begin another with `init`.")
-
-    def target(self, plan: _batch.Plan) -> Any:
-        """Return the receiver of events of this form: always the same object, so that JAX's caches hit."""
-        return self._targets.setdefault(plan, functools.partial(self.receive, plan))
 
     # --- in callbacks ---
 
@@ -140,28 +132,9 @@ class Pipeline:
                 writer = self._writer
         return writer
 
-    def receive_tap(self, logs: logdict) -> None:
-        """Queue events that `tap` delivers."""
-        self.enqueue(TapJob(logs))
-
-    def receive(self, plan: _batch.Plan, valid: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
-        """Queue events that `spool` collected or that were given to `log`."""
-        del lanes, eager
-        if valid.tree.any():
-            ids, *arrays = operands
-            self.enqueue(CallJob(plan, ids, valid, arrays))
-        return []
-
-    def end(self, valid: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
-        """End runs once everything queued for them is written; -1 stands for none."""
-        del eager
-        (ids,) = operands
-        index = tuple(slice(None) if flag else None for flag in ids.flags)
-        item = ids.tree.shape[sum(map(bool, ids.flags)) :]  # a state may stand for several runs
-        numbers = np.broadcast_to(ids.tree[index], (*lanes, *item)).reshape(math.prod(lanes), -1)
-        numbers = numbers[_host_results.of_all_lanes(valid, lanes)]
-        self.enqueue(EndJob(tuple(dict.fromkeys(numbers.reshape(-1).tolist()))))
-        return []
+    def receive(self, packet: Packet) -> None:
+        """Queue a packet: events, or the end of runs."""
+        self.enqueue(Job(packet))
 
     def enqueue(self, job: Job) -> None:
         """Queue a job for the writer's thread, which does the rest: the program waits for this method."""
@@ -195,9 +168,9 @@ class Pipeline:
                 self.logger.pause()
 
     def _sort_and_write(self, jobs: list[Job]) -> None:
-        for ends, group in itertools.groupby(jobs, key=lambda job: isinstance(job, EndJob)):
+        for ends, group in itertools.groupby(jobs, key=lambda job: job.packet.signal == END):
             if ends:
-                self._finish([number for job in group if isinstance(job, EndJob) for number in job.numbers()])
+                self._finish([number for job in group for number in job.ids().tolist()])
             else:
                 self._write_all(list(group))
 
@@ -212,23 +185,22 @@ class Pipeline:
                 with self.isolated(f"finishing run {run.name!r}"):
                     self.logger.finish(run)
 
-    def _write_all(self, jobs: list[Any]) -> None:
-        batches: list[Batch] = []
-        for make in _batch.sort(jobs):
+    def _write_all(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            if job.packet.reader.may_drop:
+                warn_of_dropped({k: x.tree for k, x in job.packet.content().dropped.items()}, self.errors.warn)
+        for make in batches(jobs):
             with self.isolated("sorting events"):
-                made = make()
-                batches += made
-                for batch in made:
-                    warn_of_dropped(batch.logs, self.errors.warn)
-        for batch in _batch.joined(batches):
-            self._take(batch)
+                self._take(make())
 
     def _take(self, batch: Batch) -> None:
         usable = np.asarray([self._is_usable(number) for number in batch.ids.tolist()], bool)
         if not usable.all():
             batch = batch.select(usable)
-        for part in batch.by_run() if len(batch.ids) and batch.logs else ():
-            self._write(part)
+        for part in batch.by_run() if len(batch.ids) else ():
+            runs = [self.runs[number] for number in part.ids.tolist()]
+            with self.isolated(f"writing {_errors.listing(key for b in part.bundles for key in b.keys)}"):
+                self.logger._write_batch(runs, part)
 
     def _is_usable(self, number: int) -> bool:
         if number not in self.runs:
@@ -242,12 +214,6 @@ class Pipeline:
         else:
             return True
         return False
-
-    def _write(self, batch: Batch) -> None:
-        runs = [self.runs[number] for number in batch.ids.tolist()]
-        logs = batch.logs if self.logger._takes_prng_keys else words_only(batch.logs)
-        with self.isolated(f"writing {_errors.listing(logs)}"):
-            self.logger.write_lanes(runs, logs)
 
     # --- at the end ---
 

@@ -9,9 +9,8 @@ import numpy as np
 
 from lox import _errors
 from lox.loggers._files._rows import plain
-from lox.loggers._prng import is_prng_key
 from lox.store import names
-from lox.store._prng_keys import impl_name
+from lox.store._prng_keys import impl_name, is_prng_key
 
 
 class LoggerState(NamedTuple):

@@ -1,5 +1,6 @@
 """Converts what users give to `Logger.log` to logs."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,27 +9,26 @@ import numpy as np
 
 from lox import _compat, _errors
 from lox._data import _arrays
+from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
-from lox._data._series import Series, Site
 from lox._engine._primitive import as_array
-from lox.loggers._prng import is_prng_key
+from lox.store._prng_keys import is_prng_key
 
 
-def as_logs(data: Mapping[str, Any], steps: Mapping[str, Any]) -> logdict:
-    """Convert a logdict or a dict, which is one event, to logs with the given steps."""
+def as_bundles(data: Mapping[str, Any], steps: Mapping[str, Any]) -> list[Bundle]:
+    """Convert a logdict or a dict, which is one event, to bundles with the given steps."""
     if not isinstance(data, Mapping):
         raise _errors.LogTypeError(f"`log` got {data!r}; give it a dict of values or a logdict.")
-    logs = data.copy() if isinstance(data, logdict) else _one_event(data)
+    bundles = data.to_bundles() if isinstance(data, logdict) else _one_event(data)
     for name, step in steps.items():
         step = _array(step, f"step {name!r}")
-        for key in logs:
-            logs = _with_step(logs, key, name, step)
-    return logs
+        bundles = [_with_step(bundle, name, step) for bundle in bundles]
+    return bundles
 
 
-def _one_event(data: Mapping[str, Any]) -> logdict:
-    series = []
+def _one_event(data: Mapping[str, Any]) -> list[Bundle]:
+    values, treedefs = [], []
     for key, value in data.items():
         if not isinstance(key, str):
             raise _errors.LogTypeError(f"`log` got the key {key!r}: keys are strings.")
@@ -39,8 +39,9 @@ def _one_event(data: Mapping[str, Any]) -> logdict:
         for x in arrays:
             if not is_prng_key(x) and x.dtype.kind not in "biufcV":
                 raise _errors.LogTypeError(f"`log` cannot log {key!r}: it is an array of {x.dtype}, not of numbers.")
-        series.append(Series([Laned(x) for x in arrays], {}, None, treedef, True, key, Site("")))
-    return logdict.from_series(series)
+        values += map(Laned, arrays)
+        treedefs.append(treedef)
+    return [Bundle(values, {}, None, tuple(data), tuple(treedefs), True, Site(""))] if values else []
 
 
 def _array(x: Any, what: str) -> Any:
@@ -56,18 +57,15 @@ def _array(x: Any, what: str) -> Any:
     return as_array(x, what)
 
 
-def _with_step(logs: logdict, key: str, name: str, step: Any) -> logdict:
-    """Add a step: one number for all events of the key, or one for each."""
-    layout, outer = logs._layout(key), logs._outer(key)
-    first = jax.tree.leaves(logs[key])[0]
-    lead = np.shape(first)[: outer + layout.events]  # lanes of outer vmaps, and the events
-    if step.ndim and (not layout.events or step.shape != lead[outer:]):
-        events = lead[-1] if layout.events else 1
+def _with_step(bundle: Bundle, name: str, step: Any) -> Bundle:
+    """Add a step: one number for all events, or one for each."""
+    lead = () if bundle.single else (bundle.count(),)
+    if step.ndim and step.shape != lead:
+        events = bundle.count()
         raise _errors.LogTypeError(
-            f"`log` got step {name!r} with shape {step.shape}, but {key!r} has {events} event{'s' * (events != 1)}: "
-            "give it one number, or one for each event."
+            f"`log` got step {name!r} with shape {step.shape}, but {bundle.keys[0]!r} has {events} "
+            f"event{'s' * (events != 1)}: give it one number, or one for each event."
         )
-    logs.steps.setdefault(name, {})[key] = _arrays.numpy_for(step).broadcast_to(step, lead)
-    flags = {**dict(layout.step_flags), name: ()}
-    logs._layouts[key] = layout._replace(step_flags=tuple(sorted(flags.items())))
-    return logs
+    depth = max(len(x.flags) for x in bundle.values)
+    array = Laned(_arrays.numpy_for(step).broadcast_to(step, lead), (False,) * depth)
+    return dataclasses.replace(bundle, steps={**bundle.steps, name: array})

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lox import _errors
-from lox._data import _arrays, _lanes, _series, _sites
+from lox._data import _arrays, _bundle, _lanes, _sites
+from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
-from lox._data._series import Series, Site
 from lox.store import _structure
 from lox.store._group import Group
 from lox.store._schema import RUN, WALL, Column, Schema
@@ -30,7 +30,7 @@ class Chunk:
     """Events of one key and one run from one segment, with PRNG keys as words."""
 
     wall: Array | None
-    series: Series
+    events: Bundle
     impls: tuple[str | None, ...]
     order: int = 0
 
@@ -110,17 +110,17 @@ class _Rows:
     def chunk(self, key: str, part: slice) -> Chunk:
         ordered, treedef, impls = self.trees[key]
         valid = self.schema.valid
-        series = Series(
+        events = Bundle(
             values=[Laned(self.data[c][part], c.lanes) for c in ordered],
             steps={c.name: Laned(self.data[c][part], c.lanes) for c in self.schema.steps},
             valid=None if valid is None else Laned(self.data[valid][part], valid.lanes),
-            treedef=treedef,
+            keys=(key,),
+            treedefs=(treedef,),
             single=False,
-            key=key,
             site=self.site,
         )
         wall = self.data[WALL][part] if WALL in self.data else None
-        return Chunk(wall, series, impls, self.of_key[key].order)
+        return Chunk(wall, events, impls, self.of_key[key].order)
 
 
 # --- putting chunks together ---
@@ -135,17 +135,17 @@ def in_order(chunks: list[Chunk]) -> Chunk:
     if (whole.wall[1:] >= whole.wall[:-1]).all():
         return whole
     order = np.argsort(whole.wall, kind="stable")
-    return Chunk(whole.wall[order], jax.tree.map(lambda x: x[order], whole.series), whole.impls)
+    return Chunk(whole.wall[order], jax.tree.map(lambda x: x[order], whole.events), whole.impls)
 
 
 def join(chunks: list[Chunk]) -> Chunk:
     """Concatenate events that fit together."""
     if len(chunks) == 1:
         return chunks[0]
-    series = _series.concatenate([chunk.series for chunk in chunks])
+    events = _bundle.concatenate([chunk.events for chunk in chunks])
     walls = [chunk.wall for chunk in chunks]
     wall = None if any(w is None for w in walls) else np.concatenate(walls)  # type: ignore[arg-type]
-    return Chunk(wall, series, chunks[0].impls)
+    return Chunk(wall, events, chunks[0].impls)
 
 
 def apart(chunks: list[Chunk]) -> list[list[Chunk]]:
@@ -166,15 +166,15 @@ def apart(chunks: list[Chunk]) -> list[list[Chunk]]:
 
 def _form(chunk: Chunk) -> Any:
     """Everything that decides what a chunk fits to."""
-    series = chunk.series
-    lanes = [x and _lanes.lanes_of(x, 1) for x in (*series.values, series.valid)]
-    steps = [(name, _lanes.lanes_of(x, 1)) for name, x in sorted(series.steps.items())]
-    return chunk.impls, series.treedef, tuple(x.item_shape(1) for x in series.values), *lanes, *steps
+    events = chunk.events
+    lanes = [x and _lanes.lanes_of(x, 1) for x in (*events.values, events.valid)]
+    steps = [(name, _lanes.lanes_of(x, 1)) for name, x in sorted(events.steps.items())]
+    return chunk.impls, events.treedefs, tuple(x.item_shape(1) for x in events.values), *lanes, *steps
 
 
 def _fit(a: Chunk, b: Chunk) -> bool:
-    x, y = a.series, b.series
-    if a.impls != b.impls or x.treedef != y.treedef:
+    x, y = a.events, b.events
+    if a.impls != b.impls or x.treedefs != y.treedefs:
         return False
     if any(v.item_shape(1) != w.item_shape(1) for v, w in zip(x.values, y.values, strict=True)):
         return False
@@ -202,7 +202,7 @@ def by_name(by_key: dict[str, list[Any]], chunk_of: Callable[[Any], Chunk] = lam
                 name += "'"
             names.append(name)
             named[name] = part
-        counts = [sum(chunk.series.count() for chunk in kind) for kind in kinds]
+        counts = [sum(chunk.events.count() for chunk in kind) for kind in kinds]
         listed = ", ".join(f"{n} in {name!r}" for n, name in zip(counts, names, strict=True))
         _sites.warn(
             f"the events of {key!r} do not fit into one array, and are kept apart: {listed}. Log them under keys of "
@@ -214,7 +214,7 @@ def by_name(by_key: dict[str, list[Any]], chunk_of: Callable[[Any], Chunk] = lam
 def _shape(kind: list[Chunk]) -> str:
     """Format the lanes and shape of these events, for their name."""
     shapes = []
-    for impl, *leaves in zip(kind[0].impls, *[chunk.series.values for chunk in kind], strict=True):
+    for impl, *leaves in zip(kind[0].impls, *[chunk.events.values for chunk in kind], strict=True):
         shape = max((x.tree.shape[1:] for x in leaves), key=len)
         shapes.append(shape if impl is None else shape[:-1])
     return ",".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
@@ -224,17 +224,17 @@ def to_logdict(chunks: dict[str, list[Chunk]]) -> logdict:
     """Return the logs of one run, in which every key has an event axis."""
     logs = logdict()
     for key, parts in by_name(chunks).items():
-        logs._set_series(dataclasses.replace(_typed(join(parts)), key=key))
+        logs._set_bundle(dataclasses.replace(_typed(join(parts)), keys=(key,)))
     return logs
 
 
-def _typed(chunk: Chunk) -> Series:
+def _typed(chunk: Chunk) -> Bundle:
     """Turn words into typed PRNG keys."""
     values = [
-        x if impl is None else Laned(_wrap(x.tree, impl, chunk.series.key), x.flags)
-        for x, impl in zip(chunk.series.values, chunk.impls, strict=True)
+        x if impl is None else Laned(_wrap(x.tree, impl, chunk.events.keys[0]), x.flags)
+        for x, impl in zip(chunk.events.values, chunk.impls, strict=True)
     ]
-    return dataclasses.replace(chunk.series, values=values)
+    return dataclasses.replace(chunk.events, values=values)
 
 
 def _wrap(words: Array, impl: str, key: str) -> Any:
@@ -256,18 +256,18 @@ def stack(runs: list[dict[str, list[Chunk]]]) -> logdict:
     for key, parts in by_name(by_key, lambda part: part[1]).items():
         counts = np.zeros(len(runs), int)
         for n, chunk in parts:
-            counts[n] += chunk.series.count()
+            counts[n] += chunk.events.count()
         folded = _folded(join([chunk for _, chunk in parts]), counts)
-        logs._set_series(dataclasses.replace(_typed(folded), key=key), outer=1)
+        logs._set_bundle(dataclasses.replace(_typed(folded), keys=(key,)), outer=1)
     return logs
 
 
 def _folded(whole: Chunk, counts: Array) -> Chunk:
     """Reshape the events of runs, one after the other, to `(run, event, ...)`."""
     lanes, most = len(counts), int(counts.max(initial=0))
-    series = whole.series
+    events = whole.events
     if (counts == most).all():
-        folded = jax.tree.map(lambda x: x.reshape(lanes, most, *x.shape[1:]), series)
+        folded = jax.tree.map(lambda x: x.reshape(lanes, most, *x.shape[1:]), events)
         return Chunk(None, folded, whole.impls)
     exists = np.arange(most) < counts[:, None]
 
@@ -277,12 +277,12 @@ def _folded(whole: Chunk, counts: Array) -> Chunk:
         return Laned(out, x.flags)
 
     folded = dataclasses.replace(
-        series,
+        events,
         values=[
             padded(x, 0 if impl else _arrays.missing_value(x.tree.dtype))
-            for x, impl in zip(series.values, whole.impls, strict=True)
+            for x, impl in zip(events.values, whole.impls, strict=True)
         ],
-        steps={name: padded(x, _arrays.missing_step(x.tree.dtype)) for name, x in series.steps.items()},
-        valid=Laned(exists) if series.valid is None else padded(series.valid, False),
+        steps={name: padded(x, _arrays.missing_step(x.tree.dtype)) for name, x in events.steps.items()},
+        valid=Laned(exists) if events.valid is None else padded(events.valid, False),
     )
     return Chunk(None, folded, whole.impls)

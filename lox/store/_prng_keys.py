@@ -1,5 +1,10 @@
-"""PRNG keys on the host."""
+"""PRNG keys on the host, and on their way there.
 
+A PRNG key travels to the host as its words, which do not tell its implementation. A node of the value's pytree does, so
+code that handles the arrays of an event need not know.
+"""
+
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,6 +12,9 @@ import numpy as np
 
 from lox import _compat, _errors
 from lox._data import _arrays
+from lox._data._bundle import Bundle
+from lox._data._lanes import Laned, is_laned
+from lox._data._logdict import logdict
 from lox.store import names
 
 
@@ -43,6 +51,47 @@ class KeyData:
 def is_prng_key(x: Any) -> bool:
     """Tell whether this is an array of typed PRNG keys."""
     return hasattr(x, "dtype") and not isinstance(x, KeyData) and _arrays.is_prng_key(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PRNGKeyWords:
+    """PRNG keys as their words, the last axis of an array, and the name of their implementation."""
+
+    words: Any
+    impl: str = dataclasses.field(metadata=dict(static=True))
+
+
+def as_words(bundle: Bundle) -> Bundle:
+    """Replace PRNG keys by `PRNGKeyWords`: the number and order of leaves stay the same."""
+    if not any(map(_has_prng_keys, bundle.values)):
+        return bundle
+    values, treedefs = [], []
+    for key, treedef in zip(bundle.keys, bundle.treedefs, strict=True):
+        nodes = [_node(x) if _has_prng_keys(x) else x for x in bundle.leaves(key)]
+        leaves, treedef = jax.tree.flatten(jax.tree.unflatten(treedef, nodes), is_leaf=is_laned)
+        values += leaves
+        treedefs.append(treedef)
+    return dataclasses.replace(bundle, values=values, treedefs=tuple(treedefs))
+
+
+def _has_prng_keys(x: Laned) -> bool:
+    return type(x.tree) is KeyData or is_prng_key(x.tree)
+
+
+def _node(x: Laned) -> PRNGKeyWords:
+    if type(x.tree) is KeyData:
+        return PRNGKeyWords(Laned(x.tree.data, x.flags), x.tree.impl)
+    return PRNGKeyWords(Laned(jax.random.key_data(x.tree), x.flags), impl_name(x.tree))
+
+
+def words_only(logs: logdict) -> logdict:
+    """Replace PRNG keys by plain arrays of their words, for loggers that have no use for them."""
+    if all(type(value) is np.ndarray for value in logs.values()):
+        return logs
+    bare = lambda x: x.words if type(x) is PRNGKeyWords else x  # noqa: E731
+    is_leaf = lambda x: type(x) is PRNGKeyWords  # noqa: E731
+    return logs._replace({key: jax.tree.map(bare, value, is_leaf=is_leaf) for key, value in logs.items()})
 
 
 def words_of(prng_key: Any) -> tuple[np.ndarray[Any, Any], str]:

@@ -182,7 +182,7 @@ class Reader:
             new: Chunks = {}
             for entry in record.entries:
                 _merge(new, by_entry.get((entry.group, entry.number), {}))
-            with_events = {key: [c for c in chunks if c.series.count()] for key, chunks in new.items()}
+            with_events = {key: [c for c in chunks if c.events.count()] for key, chunks in new.items()}
             with_events = {key: chunks for key, chunks in with_events.items() if chunks}
             if with_events:
                 logs[name] = _from_rows.to_logdict(with_events)

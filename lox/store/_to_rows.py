@@ -1,13 +1,12 @@
-"""Turns logs into rows to store.
+"""Turns events into rows to store.
 
-A key's events become rows, run after run. Keys whose rows have the same runs, steps and `valid` go into one table:
-what is logged together is stored together. What does not depend on the values is worked out once for each kind of call
-and then looked up, because a callback in a training loop has microseconds.
+The events of a bundle become rows, run after run. Bundles whose rows have the same steps and `valid` go into one table:
+what is logged together is stored together. What does not depend on the values is worked out once for each kind of
+bundle and then looked up, because a callback in a training loop has microseconds.
 """
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +14,11 @@ import jax
 import numpy as np
 
 from lox import _errors
-from lox._data import _axes
-from lox._data._axes import EVENT
-from lox._data._logdict import Layout, logdict
+from lox._data._bundle import Bundle, by_run
+from lox._data._lanes import Laned, is_laned
+from lox._data._logdict import logdict
 from lox.store import _dtypes, _structure
-from lox.store._prng_keys import KeyData
+from lox.store._prng_keys import PRNGKeyWords, as_words
 from lox.store._schema import Column, Key, Schema
 
 Array = np.ndarray[Any, Any]
@@ -37,110 +36,83 @@ class Piece:
 
 
 class Rows:
-    """Makes rows of logs, and remembers how."""
+    """Makes rows of events, and remembers how."""
 
     def __init__(self) -> None:
-        self._calls: dict[Any, _Call] = {}
+        self._plans: dict[Any, _Plan] = {}
         self._schemas: dict[Any, Schema] = {}
         self._order: dict[str, int] = {}  # of keys, by when they were first seen
 
-    def of(self, runs: Any, logs: Mapping[str, Any]) -> list[Piece]:
+    def of_logs(self, runs: Any, logs: Mapping[str, Any]) -> list[Piece]:
         """Return the rows of these logs. `runs` is the number of a run, or an array of them, one per lane."""
         runs = np.asarray(runs, np.int32)
         logs = logs if isinstance(logs, logdict) else logdict(logs)
-        gathered = [_gather(key, logs) for key in logs]
-        signature = (runs.shape, tuple([g.signature for g in gathered]))
-        call = self._calls.get(signature)
-        if call is None:
-            if len(self._calls) >= _MAX_PLANS:
-                self._calls.clear()
-            for key in logs:
-                self._order.setdefault(key, len(self._order))
-            call = self._calls[signature] = _Call([_Plan(g, runs.shape) for g in gathered])
-        return [self._piece(runs, gathered, call, members) for members in _tables(gathered, call.kinds)]
+        for key in logs:
+            self._order.setdefault(key, len(self._order))
+        route = Laned(runs, (True,) * runs.ndim)
+        bundles = []
+        for bundle in logs.to_bundles(_on_host):
+            bundle = bundle.expanded()
+            _check(bundle, runs.shape)
+            bundles.append(by_run(bundle, route))
+        return self.of(runs.reshape(-1), bundles)
 
-    def _piece(self, runs: Array, gathered: list["_Gathered"], call: "_Call", members: tuple[int, ...]) -> Piece:
-        first, plan = gathered[members[0]], call.plans[members[0]]
-        rows = plan.rows
-        kept, valid_column = plan.kept(first)
-        columns = [_raw(spread, x, kept) for spread, x in zip(plan.steps, first.steps, strict=True)]
-        if valid_column is not None:
-            columns.append(valid_column)
-        for i in members:
-            columns += [_raw(s, x, kept) for s, x in zip(call.plans[i].leaves, gathered[i].leaves, strict=True)]
-        if runs.ndim == 0:
-            rows = rows if kept is None else len(kept)
-            numbers = runs.tobytes() * rows
-        else:
-            repeated = np.repeat(runs.ravel(), plan.events)
-            repeated = repeated if kept is None else repeated[kept]
-            rows, numbers = len(repeated), repeated.tobytes()
-        schema = call.schemas.get(members)
-        if schema is None:
-            schema = call.schemas[members] = self._schema([call.plans[i] for i in members])
-        return Piece(schema, rows, numbers, columns)
+    def of(self, runs: Array, bundles: Sequence[Bundle]) -> list[Piece]:
+        """Return the rows of events whose outermost lane is the run."""
+        plans = [self._plan(bundle, len(runs)) for bundle in bundles]
+        tables: list[list[int]] = []
+        for n, (bundle, plan) in enumerate(zip(bundles, plans, strict=True)):
+            for table in tables:
+                first = table[0]
+                if plans[first].shared == plan.shared and _same_events(bundles[first], bundle):
+                    table.append(n)
+                    break
+            else:
+                tables.append([n])
+        return [self._piece(runs, [(bundles[n], plans[n]) for n in table]) for table in tables]
+
+    def _plan(self, bundle: Bundle, runs: int) -> "_Plan":
+        arrays = [*bundle.values, *bundle.steps.values(), *([] if bundle.valid is None else [bundle.valid])]
+        forms = tuple([(x.tree.dtype, x.tree.shape, x.flags) for x in arrays])
+        signature = (runs, bundle.keys, bundle.treedefs, tuple(bundle.steps), bundle.valid is None, forms)
+        plan = self._plans.get(signature)
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[signature] = _Plan(bundle, runs)
+            for key in bundle.keys:
+                self._order.setdefault(key, len(self._order))
+        return plan
+
+    def _piece(self, runs: Array, table: list[tuple[Bundle, "_Plan"]]) -> Piece:
+        first, plan = table[0]
+        kept, columns = None, [_rows(first.steps[column.name], len(runs)) for column in plan.steps]
+        if first.valid is not None:
+            valid = _rows(first.valid, len(runs))
+            any_lane = valid.reshape(len(valid), -1).any(1) if valid.ndim > 1 else valid
+            kept = None if any_lane.all() else np.flatnonzero(any_lane)
+            columns += [valid] if plan.valid is not None else []
+        columns += [_rows(x, len(runs)) for bundle, _ in table for x in bundle.values]
+        numbers = np.repeat(runs, plan.events)
+        columns = [numbers, *columns] if kept is None else [x[kept] for x in (numbers, *columns)]
+        numbers, *raw = [x.tobytes() for x in columns]
+        return Piece(self._schema([plan for _, plan in table]), len(columns[0]), numbers, raw)
 
     def _schema(self, plans: list["_Plan"]) -> Schema:
-        """Return one schema, and so use one segment, for calls that differ only in the number of events or lanes."""
-        static = tuple(p.static for p in plans)
+        """Return one schema, and so use one segment, for bundles that differ only in the number of events or lanes."""
+        static = tuple([(plan.keys, plan.steps, plan.valid) for plan in plans])
         if static not in self._schemas:
             if len(self._schemas) >= _MAX_PLANS:
                 self._schemas.clear()
-            keys = tuple(Key(p.key, p.structure, p.columns, self._order[p.key]) for p in plans)
-            self._schemas[static] = Schema(plans[0].step_columns, plans[0].valid_column, keys)
+            keys = tuple(Key(*key, self._order[key[0]]) for plan in plans for key in plan.keys)
+            self._schemas[static] = Schema(plans[0].steps, plans[0].valid, keys)
         return self._schemas[static]
 
 
-class _Call:
-    """What is known of one kind of call: a plan for each key, and the schemas of the tables they make."""
-
-    def __init__(self, plans: list["_Plan"]):
-        self.plans = plans
-        # Keys with the same number may share a table.
-        kinds: dict[Any, int] = {}
-        self.kinds = [kinds.setdefault(plan.shared, len(kinds)) for plan in plans]
-        self.schemas: dict[tuple[int, ...], Schema] = {}
-
-
-class _Gathered:
-    """The arrays of one key, and everything about them except their values."""
-
-    __slots__ = ("key", "layout", "leaves", "signature", "steps", "valid", "value")
-
-    def __init__(self, key: str, value: Any, leaves: Any, steps: Any, valid: Any, layout: Any, signature: Any):
-        self.key, self.value, self.leaves, self.steps, self.valid = key, value, leaves, steps, valid
-        self.layout, self.signature = layout, signature
-
-
-_SINGLE = jax.tree.structure(0)
-
-
-def _gather(key: str, logs: logdict) -> _Gathered:
-    value = logs[key]
-    if type(value) is np.ndarray and value.dtype.isnative:
-        leaves, treedef = [value], _SINGLE
-    else:
-        leaves, treedef = jax.tree.flatten(value)
-        leaves = [x if type(x) is KeyData else _as_array(x, key) for x in leaves]
-    names, steps = [], []
-    for name in sorted(logs.steps):
-        by_key = logs.steps[name]
-        if key in by_key:
-            step = by_key[key]
-            names.append(name)
-            steps.append(step if type(step) is np.ndarray and step.dtype.isnative else _as_array(step, key))
-    valid = logs.valid.get(key)
-    valid = valid if valid is None or type(valid) is np.ndarray else np.asarray(valid, bool)
-    layout = logs._layouts.get(key) or logs._layout(key)
-    signature = (
-        key,
-        treedef,
-        layout,
-        tuple([(x.dtype, x.shape) for x in leaves]),
-        tuple([(name, x.dtype, x.shape) for name, x in zip(names, steps, strict=True)]),
-        None if valid is None else valid.shape,
-    )
-    return _Gathered(key, value, leaves, steps, valid, layout, signature)
+def _on_host(bundle: Bundle) -> Bundle:
+    """Make sure that all arrays are NumPy's and can be stored."""
+    bundle = as_words(bundle)
+    return jax.tree.map(lambda x: Laned(_as_array(x.tree, bundle.keys[0]), x.flags), bundle, is_leaf=is_laned)
 
 
 def _as_array(x: Any, key: str) -> Array:
@@ -150,147 +122,75 @@ def _as_array(x: Any, key: str) -> Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _tables(gathered: list[_Gathered], kinds: list[int]) -> list[tuple[int, ...]]:
-    """Group keys into tables: those whose rows have the same steps and `valid`."""
-    if len(gathered) == 1:
-        return [(0,)]
-    tables: list[list[int]] = []
-    for i, key in enumerate(gathered):
-        for table in tables:
-            other = gathered[table[0]]
-            if kinds[table[0]] == kinds[i] and _same(key.valid, other.valid) and _all_same(key.steps, other.steps):
-                table.append(i)
-                break
-        else:
-            tables.append([i])
-    return [tuple(table) for table in tables]
+def _check(bundle: Bundle, runs: tuple[int, ...]) -> None:
+    """Raise if arrays of a bundle do not fit together or not the runs."""
+    for key in bundle.keys:
+        if not isinstance(key, str):
+            raise _errors.LogTypeError(f"{key!r} is not a key: keys are strings.")
+    arrays = jax.tree.leaves(bundle, is_leaf=is_laned)
+    counts = sorted({x.tree.shape[0] for x in arrays})
+    if len(counts) > 1:
+        raise _errors.MismatchError(
+            f"the arrays, steps and `valid` of {bundle.keys[0]!r} have different numbers of events: {counts}."
+        )
+    for x in arrays:
+        lanes = iter(x.tree.shape[1:])
+        have = [next(lanes) if flag else None for flag in x.flags[: len(runs)]]
+        if any(size not in (None, wanted) for size, wanted in zip(have, runs, strict=False)):
+            there = " × ".join(str(size) for size in have if size is not None)
+            raise _errors.MismatchError(
+                f"{bundle.keys[0]!r} has {there} lanes, but there are {' × '.join(map(str, runs))} runs."
+            )
 
 
-def _all_same(a: list[Array], b: list[Array]) -> bool:
-    return all([_same(x, y) for x, y in zip(a, b, strict=True)])
+def _same_events(a: Bundle, b: Bundle) -> bool:
+    """Compare steps and `valid` by bits: two NaNs are the same step if they are the same NaN."""
+    pairs = [(x, b.steps[name]) for name, x in a.steps.items()]
+    pairs += [(a.valid, b.valid)] if a.valid is not None and b.valid is not None else []
+    return all([x.tree is y.tree or x.tree.tobytes() == y.tree.tobytes() for x, y in pairs])
 
 
-def _same(a: Array | None, b: Array | None) -> bool:
-    # Compares bits: two NaNs are the same step if they are the same NaN.
-    return a is b or (a is not None and b is not None and a.tobytes() == b.tobytes())
-
-
-class _Spread:
-    """Lays out an array as rows, `(run, event, *rest)`, repeated along lanes of runs that it lacks."""
-
-    __slots__ = ("axes", "direct", "inner", "runs", "wanted")
-
-    def __init__(self, shape: tuple[int, ...], layout: Layout, flags: Any, outer: int, runs: tuple[int, ...], key: str):
-        # Axes come as (outer lanes, event, inner lanes, item); the first lanes are those of runs.
-        flags = (True,) * outer + tuple(flags)
-        lanes, event = _axes.lanes(flags), [EVENT] * layout.events
-        self.axes = [*lanes[:outer], *event, *lanes[outer:]]
-        self.wanted = [*range(len(runs)), *event, *[n for n in lanes if n >= len(runs)]]
-        self.runs, self.inner = dict(enumerate(runs)), flags[len(runs) :]
-        sizes = dict(zip(self.axes, shape, strict=False))
-        have, expected = ([x[n] for n in lanes if n < len(runs)] for x in (sizes, runs))
-        if have != expected:
-            raise _errors.MismatchError(f"{key!r} has {_sizes(have)} lanes, but there are {_sizes(expected)} runs.")
-        self.direct = self.axes == self.wanted
-
-    def count(self, shape: tuple[int, ...]) -> int:
-        return shape[self.axes.index(EVENT)] if EVENT in self.axes else 1
-
-    def rest_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        inner = [axis for axis in self.wanted[len(self.runs) :] if axis != EVENT]
-        return (*[shape[self.axes.index(axis)] for axis in inner], *shape[len(self.axes) :])
-
-    def __call__(self, x: Array) -> Array:
-        """Return the array as rows."""
-        rows = math.prod(self.runs.values()) * self.count(x.shape)
-        return _axes.align(x, self.axes, self.wanted, self.runs).reshape(rows, *self.rest_shape(x.shape))
-
-
-def _sizes(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape)) or "no"
-
-
-def _raw(spread: _Spread, x: Any, kept: Array | None) -> bytes:
-    """Return the bytes of a column."""
-    x = _words(x)
-    if kept is None and spread.direct:
-        return x.tobytes()
-    rows = spread(x)
-    return (rows if kept is None else rows[kept]).tobytes()
+def _rows(x: Laned, runs: int) -> Array:
+    """Lay out an array as rows, run after run, repeated for runs if it is the same for all."""
+    array = x.tree
+    if runs == 1:
+        return array[:, 0] if x.flags[0] else array
+    rows = np.moveaxis(array, 1, 0) if x.flags[0] else np.broadcast_to(array, (runs, *array.shape))
+    return rows.reshape(runs * rows.shape[1], *rows.shape[2:])
 
 
 class _Plan:
-    """What is known of a key's rows without its values."""
+    """What is known of the rows of a bundle without its values."""
 
-    def __init__(self, arrays: _Gathered, runs: tuple[int, ...]):
-        self.key, layout = arrays.key, arrays.layout
-        if not isinstance(self.key, str):
-            raise _errors.LogTypeError(f"{self.key!r} is not a key: keys are strings.")
-        outer = {np.ndim(x) - n for x, n in zip(arrays.leaves, layout.ndims, strict=True)} or {0}
-        if len(outer) != 1 or min(outer) < 0:
-            raise _errors.LoxError(
-                f"the arrays of {self.key!r} have lost axes since they were logged, so they no longer hold its events."
-            )
-        front = outer.pop()
-        flags = dict(layout.step_flags)
-        names = [name for name, _, _ in arrays.signature[4]]
-        spread = lambda x, f: _Spread(np.shape(_words(x)), layout, f, front, runs, self.key)  # noqa: E731
-        self.leaves = [spread(x, f) for x, f in zip(arrays.leaves, layout.flags, strict=True)]
-        self.steps = [spread(x, flags.get(name, ())) for name, x in zip(names, arrays.steps, strict=True)]
-        self.valid = None if arrays.valid is None else spread(arrays.valid, layout.valid_flags)
-        every = [(s, x) for s, x in zip([*self.leaves, *self.steps], [*arrays.leaves, *arrays.steps], strict=True)]
-        if self.valid is not None:
-            every.append((self.valid, arrays.valid))
-        counts = {s.count(np.shape(_words(x))) for s, x in every} or {1}
-        if len(counts) != 1:
-            raise _errors.MismatchError(
-                f"the arrays, steps and `valid` of {self.key!r} have different numbers of events: {sorted(counts)}."
-            )
-        self.events = counts.pop()
-        self.rows = self.events * int(np.prod(runs))
-
-        description = _structure.describe(arrays.value, repr(self.key))
-        self.structure = json.dumps(description)
-        self.columns = tuple(
-            _column("value", self.key, x, s, json.dumps(tree_path), self.key)
-            for x, s, tree_path in zip(arrays.leaves, self.leaves, _structure.tree_paths(description), strict=True)
-        )
-        self.step_columns = tuple(
-            _column("step", name, x, s, "[]", self.key)
-            for name, x, s in zip(names, arrays.steps, self.steps, strict=True)
-        )
-        self.valid_column = None
-        if self.valid is not None and self.valid.rest_shape(np.shape(arrays.valid)):
-            self.valid_column = _column("valid", "valid", arrays.valid, self.valid, "[]", self.key)
-        self.shared = (self.step_columns, self.valid_column, self.valid is None, self.events)
-        self.static = (self.key, self.structure, self.columns, self.step_columns, self.valid_column)
-
-    def kept(self, arrays: _Gathered) -> tuple[Array | None, bytes | None]:
-        """Return the rows to store (None: all), and the column `valid` of their lanes if they have some."""
-        if self.valid is None:
-            return None, None
-        valid = self.valid(arrays.valid)
-        any_lane = valid.reshape(len(valid), -1).any(1) if valid.ndim > 1 else valid
-        kept = None if any_lane.all() else np.flatnonzero(any_lane)
-        if self.valid_column is None:
-            return kept, None
-        return kept, (valid if kept is None else valid[kept]).tobytes()
+    def __init__(self, bundle: Bundle, runs: int):
+        self.events = bundle.count()
+        self.steps = tuple(_column("step", name, x, "[]", bundle.keys[0]) for name, x in sorted(bundle.steps.items()))
+        self.valid = None
+        if bundle.valid is not None and any(bundle.valid.flags[1:]):
+            self.valid = _column("valid", "valid", bundle.valid, "[]", bundle.keys[0])
+        self.keys = tuple(_key(key, bundle.treedef(key), bundle.leaves(key)) for key in bundle.keys)
+        by_run = [x.flags[0] for _, x in sorted(bundle.steps.items())]
+        valid = None if bundle.valid is None else bundle.valid.flags
+        self.shared = (self.steps, by_run, self.valid, valid, self.events)  # what one table has for all keys
 
 
-def _words(x: Any) -> Array:
-    return x.data if type(x) is KeyData else x
+def _key(key: str, treedef: Any, leaves: list[Laned]) -> tuple[str, str, tuple[Column, ...]]:
+    value = jax.tree.unflatten(treedef, leaves)
+    nodes, treedef = jax.tree.flatten(value, is_leaf=lambda x: isinstance(x, PRNGKeyWords | Laned))
+    description = _structure.describe(jax.tree.unflatten(treedef, [0] * len(nodes)), repr(key))
+    tree_paths = map(json.dumps, _structure.tree_paths(description))
+    columns = [_column("value", key, x, path, key) for x, path in zip(nodes, tree_paths, strict=True)]
+    return key, json.dumps(description), tuple(columns)
 
 
-def _column(role: str, name: str, x: Any, spread: _Spread, tree_path: str, key: str) -> Column:
-    words = 0
-    if type(x) is KeyData:
-        words = x.data.shape[-1]
-        dtype = x.dtype
+def _column(role: str, name: str, x: Laned | PRNGKeyWords, tree_path: str, key: str) -> Column:
+    laned, words = (x.words, x.words.tree.shape[-1]) if isinstance(x, PRNGKeyWords) else (x, 0)
+    shape = laned.tree.shape[1 + bool(laned.flags[0]) :]
+    if isinstance(x, PRNGKeyWords):
+        dtype, shape = f"key<{x.impl}>", shape[:-1]
     else:
-        dtype = _dtypes.name_of(x.dtype, repr(key) if role == "value" else f"the step {name!r} of {key!r}")
-    shape = spread.rest_shape(np.shape(_words(x)))
-    shape = shape[:-1] if words else shape
-    column = Column(role, name, dtype, shape, tuple(spread.inner), tree_path, words)
+        dtype = _dtypes.name_of(laned.tree.dtype, repr(key) if role == "value" else f"the step {name!r} of {key!r}")
+    column = Column(role, name, dtype, shape, laned.flags[1:], tree_path, words)
     if column.items > 2**31 - 1 or len(shape) > 60:
         raise _errors.LogTypeError(f"{key!r} is too large to be stored: one event has the shape {shape}.")
     return column

@@ -4,7 +4,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from lox import _errors
 from lox._data import _sites
+from lox._data._bundle import Bundle
 from lox.store import _catalog, _group, _open, names
 from lox.store._catalog import Catalog
 from lox.store._group import Entry
@@ -237,9 +238,16 @@ class Writer:
             StoreError: The system refuses to write. The events are kept and written later, if possible: do not append
                 them again, unless the message says that they were not taken.
         """
+        self._append(lambda: self._rows.of_logs(runs, logs), wall)
+
+    def append_bundles(self, runs: Array, bundles: Sequence[Bundle]) -> None:
+        """Add events whose outermost lane is the run; they are NumPy arrays with an event axis."""
+        self._append(lambda: self._rows.of(runs, bundles))
+
+    def _append(self, make: Callable[[], list[Piece]], wall: float | None = None) -> None:
         with self._lock:
             self._check_open()
-            pieces = self._rows.of(runs, logs)
+            pieces = make()
             if self._pending > _MAX_PENDING:
                 raise _errors.StoreError(
                     f"{str(self.group)!r} cannot be written to, and {self._pending >> 20} MB are waiting in memory: "

@@ -6,10 +6,9 @@ import time
 import numpy as np
 
 from lox import _errors
-from lox._data._logdict import logdict
+from lox.loggers._batch import Batch
 from lox.loggers._files._plain import folder
 from lox.loggers._logger import Logger
-from lox.loggers._prng import with_key_data
 from lox.loggers._run import Run
 from lox.store import _catalog, _open
 from lox.store._writer import Writer
@@ -53,8 +52,6 @@ class SaveLogger(Logger):
             `lox.RunExistsError`. In short, as for files: `"a"`, `"w"` and `"x"`.
     """
 
-    _takes_prng_keys = True
-
     def __init__(self, path: str | os.PathLike[str], mode: str = "new"):
         self.path = folder(path)
         self.mode = _catalog.check_mode(mode)
@@ -84,18 +81,11 @@ class SaveLogger(Logger):
             run.resource, run.name = number, self._writer.run_names[number]
             self._unfinished.add(run.id)
 
-    def write(self, run: Run, logs: logdict) -> None:
-        """Add events of one run."""
-        self._append(run.resource, logs)
-
-    def write_lanes(self, runs: list[Run], logs: logdict) -> None:
+    def _write_batch(self, runs: list[Run], batch: Batch) -> None:
         """Add events of many runs, as one table."""
-        self._append([run.resource for run in runs], logs)
-
-    def _append(self, numbers: int | list[int], logs: logdict) -> None:
         assert self._writer is not None
         try:
-            self._writer.append(numbers, with_key_data(logs))
+            self._writer.append_bundles(np.asarray([run.resource for run in runs], np.int32), batch.bundles)
             if time.monotonic() >= self._due:
                 self._hand_over()
         except _errors.StoreError as error:
