@@ -16,6 +16,8 @@ import pytest
 from machine import HANG
 
 import lox
+from lox._data._bundle import Bundle, Site
+from lox._data._lanes import Laned
 from lox.loggers import ConsoleLogger
 from lox.loggers._console import _board, _progress, _render, _screen
 from lox.loggers._console._board import Board, History
@@ -34,6 +36,14 @@ def clock(monkeypatch):
     return clock
 
 
+def bundle(values, steps=None, valid=None):
+    """Events with arrays `(run, event, ...)`."""
+    steps = {name: Laned(x) for name, x in (steps or {}).items()}
+    valid = None if valid is None else Laned(valid)
+    treedefs = (jax.tree.structure(0),) * len(values)
+    return Bundle([*map(Laned, values.values())], steps, valid, tuple(values), treedefs, False, Site(""))
+
+
 def board(runs, steps=6, progress=None):
     """Make a board with known numbers."""
     made = Board(progress, now=0.0)
@@ -48,7 +58,7 @@ def board(runs, steps=6, progress=None):
         "train/n": 1000 * events,
         "w": np.ones((runs, steps, 2, 3)),
     }
-    made.update(objects, lox.logdict(values, steps={"step": dict.fromkeys(values, events)}), now=2.0)
+    made.update(objects, [bundle(values, {"step": events})], now=2.0)
     return made
 
 
@@ -98,7 +108,7 @@ def test_what_does_not_fit_is_counted():
     many = Board(now=0.0)
     run = Run(0, np.array([0, 1], np.uint32), {})
     many.add_run(run)
-    many.update([run], lox.logdict({f"group{n % 3}/k{n}": np.ones((1, 1)) for n in range(40)}), now=1.0)
+    many.update([run], [bundle({f"group{n % 3}/k{n}": np.ones((1, 1)) for n in range(40)})], now=1.0)
     shown = text(_render.table(many.view(now=1.0), 60, height=15), 60)
     assert len(shown.splitlines()) <= 15
     assert re.search(r"and \d+ more keys", shown)
@@ -108,7 +118,7 @@ def test_what_does_not_fit_is_counted():
 def test_a_run_that_diverges_is_marked():
     made = board(3)
     runs = [Run(n, np.array([0, 42 + n], np.uint32), {}) for n in range(3)]
-    made.update(runs, lox.logdict({"train/loss": np.array([[1.0], [np.nan], [3.0]])}), now=3.0)
+    made.update(runs, [bundle({"train/loss": np.array([[1.0], [np.nan], [3.0]])})], now=3.0)
     assert "loss 1 of 3 not finite" in text(_render.table(made.view(now=4.0), 100), 100)
     assert "train/loss 2 ± 1 (1 of 3 not finite)" in _render.line(made.view(now=4.0))
 
@@ -118,7 +128,7 @@ def test_hostile_keys_do_not_break_the_picture():
     run = Run(0, np.array([0, 1], np.uint32), {})
     made.add_run(run)
     keys = ["[bold red]x[/]", "a\nb", "", "x" * 10_000, "\x1b[31mred", "/", "a//b", "../.."]
-    made.update([run], lox.logdict({key: np.ones((1, 1)) for key in keys}), now=1.0)
+    made.update([run], [bundle({key: np.ones((1, 1)) for key in keys})], now=1.0)
     shown = text(_render.table(made.view(now=1.0), 80), 80)
     assert "[bold red]x[" in shown and "\x1b" not in shown
     assert {len(line) for line in shown.splitlines()} == {80}
@@ -132,8 +142,7 @@ def test_only_valid_events_count():
         made.add_run(run)
     valid = np.array([[True, True, False], [True, False, False]])
     steps = np.where(valid, [0, 1, 2], -1)
-    logs = lox.logdict({"x": np.where(valid, 5.0, np.nan)}, steps={"step": {"x": steps}}, valid={"x": valid})
-    made.update(runs, logs, now=1.0)
+    made.update(runs, [bundle({"x": np.where(valid, 5.0, np.nan)}, {"step": steps}, valid)], now=1.0)
     view = made.view(now=1.0)
     assert view.keys[0].events == 3 and view.keys[0].mean == 5.0 and view.keys[0].bad == 0
     assert view.steps == (("step", 0.5),) and view.keys[0].history == (5.0, 5.0)
@@ -236,7 +245,7 @@ def test_one_key_of_many_shapes():
     run = Run(0, np.array([0, 42], np.uint32), {})
     made.add_run(run)
     for shape in ((2, 3), (4,), ()):
-        made.update([run], lox.logdict({"w": np.ones((1, 1, *shape))}), now=1.0)
+        made.update([run], [bundle({"w": np.ones((1, 1, *shape))})], now=1.0)
         label = f"w [{'×'.join(map(str, shape))}]" if shape else "w"
         assert f"│ {label} " in text(_render.table(made.view(now=1.0), 72))
 

@@ -733,7 +733,7 @@ def test_a_writer_without_runs_leaves_nothing(tmp_path):
 def test_meta(tmp_path):
     writer = Writer(tmp_path, config={"lr": 0.1})
     meta = json.loads((writer.group / "meta.json").read_text())
-    assert (meta["format"], meta["status"], meta["config"]) == ("lox-arrow/1", "open", {"lr": 0.1})
+    assert (meta["format"], meta["status"], meta["config"]) == ("lox-arrow/2", "open", {"lr": 0.1})
     assert meta["versions"]["lox"] == lox.__version__
     writer.open_run()
     writer.close()
@@ -986,3 +986,38 @@ def test_the_working_directory_may_change(tmp_path, monkeypatch):
         writer.open_run("b")
     assert list(lox.load(tmp_path / "runs")) == ["a", "b"]
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("count", [2, 63, 64, 65, 130])
+@pytest.mark.parametrize("chance", [None, 0.9, 0.1])
+def test_runs_that_log_together(tmp_path, count, chance):
+    """Whichever runs come in one call, every run gets its own events in order, and what all share too."""
+    rng = np.random.default_rng(count)
+    expected = {name: [] for name in map(str, range(count))}
+    with Writer(tmp_path) as writer:
+        numbers = writer.open_runs(list(expected))
+        for start, stop in [(0, count), (0, count), (count // 3, count), (0, 1 + count // 2), (0, count)]:
+            chosen = numbers[start:stop]
+            if start == 0 and stop < count:
+                chosen = rng.permutation(chosen)
+            shape = (4, len(chosen))
+            data = {"x": rng.normal(size=shape), "m": rng.normal(size=(*shape, 2)), "i": rng.integers(0, 9, shape)}
+            valid = None if chance is None else rng.random(shape) < chance
+            steps = {"step": rng.integers(0, 100, 4), "time": rng.random(shape)}
+            logs = lox.logdict.from_arrays(data, steps=steps, valid=valid, lanes=1)
+            shared = lox.logdict.from_arrays({"shared": rng.random(4)}, steps={"step": steps["step"]})
+            writer.append(chosen, logs | shared)
+            for lane, number in enumerate(chosen.tolist()):
+                happened = slice(None) if valid is None else valid[:, lane]
+                event = {key: x[:, lane][happened] for key, x in data.items()}
+                event |= {"step": steps["step"][happened], "time": steps["time"][:, lane][happened]}
+                expected[str(number)].append(event | {"shared": shared["shared"]})
+    by_poll = Reader(tmp_path).poll()
+    for name, events in expected.items():
+        whole = {key: np.concatenate([event[key] for event in events]) for key in events[0]}
+        for actual in lox.load(tmp_path, name), by_poll[name]:
+            for key in ("x", "m", "i", "shared"):
+                if key in actual or len(whole[key]):
+                    same(actual[key], whole[key])
+            if len(whole["x"]):
+                same((actual.step["x"], actual.time["x"]), (whole["step"], whole["time"]))

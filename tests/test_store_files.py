@@ -27,75 +27,104 @@ def segments(path):
 # --- other tools ---
 
 
-@pytest.fixture
-def stored(tmp_path):
-    """Write two runs with all kinds of columns."""
-    with Writer(tmp_path) as writer:
-        runs = writer.open_runs(["a", "b"])
+def write(path, count):
+    """Write runs with all kinds of columns; return the segment."""
+    with Writer(path) as writer:
+        runs = writer.open_runs([str(n) for n in range(count)])
         for i in range(5):
             logs = lox.logdict.from_arrays(
                 {
-                    "loss": f32([i, i + 0.5]),
-                    "flag": np.asarray([i % 2 == 0, True]),
-                    "grad": np.full((2, 3), i, np.float64),
-                    "half": np.full((2,), i, ml_dtypes.bfloat16),
-                    "z": np.full((2,), 1j * i, np.complex64),
-                    "key": np.arange(2, dtype=np.uint32),
-                    "nothing": np.zeros((2, 0)),
+                    "loss": f32([i + n / 2 for n in range(count)]),
+                    "flag": np.asarray([i % 2 == n % 2 for n in range(count)]),
+                    "grad": np.full((count, 3), i, np.float64),
+                    "half": np.full((count,), i, ml_dtypes.bfloat16),
+                    "z": np.full((count,), 1j * i, np.complex64),
+                    "key": np.arange(count, dtype=np.uint32),
+                    "nothing": np.zeros((count, 0)),
                 },
                 steps={"step": np.int32(i)},
                 events=False,
                 lanes=1,
             )
             writer.append(runs, logs)
-    (segment,) = segments(tmp_path)
+    (segment,) = segments(path)
     return segment
 
 
-STEPS = [0, 1, 2, 3, 4] * 2
-LOSSES = [0, 1, 2, 3, 4, 0.5, 1.5, 2.5, 3.5, 4.5]
+@pytest.fixture
+def one_run(tmp_path):
+    return write(tmp_path / "one", 1)
 
 
-def test_pyarrow(stored):
-    table = pyarrow.ipc.open_stream(stored).read_all()
+@pytest.fixture
+def two_runs(tmp_path):
+    return write(tmp_path / "two", 2)
+
+
+STEPS = [0, 1, 2, 3, 4]
+COLUMNS = ["run", "wall", "step", "loss", "flag", "grad", "half", "z", "key", "nothing"]
+
+
+def test_pyarrow(one_run):
+    table = pyarrow.ipc.open_stream(one_run).read_all()
     table.validate(full=True)
-    assert table.column_names == ["run", "wall", "step", "loss", "flag", "grad", "half", "z", "key", "nothing"]
-    assert table["run"].to_pylist() == [0] * 5 + [1] * 5  # run after run
-    assert table["step"].to_pylist() == STEPS
-    assert table["loss"].to_pylist() == LOSSES
-    assert table["flag"].to_pylist() == [True, False, True, False, True, True, True, True, True, True]
+    assert table.column_names == COLUMNS
+    assert table["run"].to_pylist() == [0] * 5
+    assert table["step"].to_pylist() == table["loss"].to_pylist() == table["half"].to_pylist() == STEPS
+    assert table["flag"].to_pylist() == [True, False, True, False, True]
     assert table["grad"].to_pylist() == [[i] * 3 for i in STEPS]
-    assert table["half"].to_pylist() == STEPS
     assert table["z"].to_pylist() == [[0, i] for i in STEPS]
-    assert table["nothing"].null_count == 10
+    assert table["nothing"].null_count == 5
     metadata = table.schema.field("half").metadata
     assert metadata[b"role"] == b"value"
     assert json.loads(metadata[b"key"]) == "half"
     assert metadata[b"dtype"] == b"bfloat16"
-    assert table.schema.metadata[b"format"] == b"lox-arrow/1"
+    assert table.schema.metadata[b"format"] == b"lox-arrow/2"
 
 
-def test_pandas(stored):
-    frame = pandas.DataFrame(pyarrow.ipc.open_stream(stored).read_all().drop(["nothing"]).to_pandas())
-    assert frame["loss"].tolist() == LOSSES
+def test_pyarrow_with_several_runs(two_runs):
+    """A row has an event of all runs; what differs between them is a list, what does not is there once."""
+    table = pyarrow.ipc.open_stream(two_runs).read_all()
+    table.validate(full=True)
+    assert table.column_names == COLUMNS
+    assert table["run"].to_pylist() == [0] * 5
+    assert table["step"].to_pylist() == STEPS
+    assert table["loss"].to_pylist() == [[i, i + 0.5] for i in STEPS]
+    assert table["flag"].to_pylist() == [[i % 2 == 0, i % 2 == 1] for i in STEPS]
+    assert table["grad"].to_pylist() == [[i] * 6 for i in STEPS]
+    assert table["z"].to_pylist() == [[0, i, 0, i] for i in STEPS]
+    assert table.schema.metadata[b"runs"] == table.schema.field("loss").metadata[b"runs"] == b"2"
+    assert b"runs" not in table.schema.field("step").metadata
 
 
-def test_polars(stored):
-    frame = polars.read_ipc_stream(stored)
-    assert frame["loss"].to_list() == LOSSES
+def test_pandas(one_run):
+    frame = pandas.DataFrame(pyarrow.ipc.open_stream(one_run).read_all().drop(["nothing"]).to_pandas())
+    assert frame["loss"].tolist() == STEPS
+
+
+def test_polars(one_run):
+    frame = polars.read_ipc_stream(one_run)
+    assert frame["loss"].to_list() == STEPS
     assert frame["grad"].to_list() == [[i] * 3 for i in STEPS]
-    assert frame.filter(polars.col("run") == 1)["step"].to_list() == [0, 1, 2, 3, 4]
+    assert frame.filter(polars.col("step") == 3)["half"].to_list() == [3]
 
 
-def test_duckdb(stored):
+def test_polars_with_several_runs(two_runs):
+    frame = polars.read_ipc_stream(two_runs).select("run", "step", "loss")
+    frame = frame.with_columns(polars.int_ranges("run", polars.col("run") + 2)).explode("run", "loss")
+    assert frame.sort("run", "step").rows() == [(n, i, i + n / 2) for n in range(2) for i in STEPS]
+
+
+def test_duckdb(one_run, two_runs):
     # DuckDB's reader of Arrow files is an extension to download, but it reads pyarrow's tables.
-    table = pyarrow.ipc.open_stream(stored).read_all()
-    assert table.num_rows == 10
+    t, wide = (pyarrow.ipc.open_stream(segment).read_all() for segment in (one_run, two_runs))
+    actual = duckdb.sql("select run, max(loss), sum(grad[1]) from t group by run", connection=_connect(t=t))
+    assert actual.fetchall() == [(0, 4.0, 10.0)]
+    tidy = "select run + generate_subscripts(loss::float[], 1) - 1 as run, unnest(loss) as loss from wide"
     actual = duckdb.sql(
-        "select run, max(loss), sum(grad[1]) from table group by run order by run".replace("table", "t"),
-        connection=_connect(t=table),
+        f"select run, max(loss) from ({tidy}) group by run order by run", connection=_connect(wide=wide)
     )
-    assert actual.fetchall() == [(0, 4.0, 10.0), (1, 4.5, 10.0)]
+    assert actual.fetchall() == [(0, 4.0), (1, 4.5)]
 
 
 def _connect(**tables):
@@ -270,8 +299,8 @@ def test_files_of_a_living_writer_are_not_repaired(tmp_path):
 def test_meta_of_another_format(tmp_path):
     lox.save({"x": 1}, tmp_path)
     (meta,) = tmp_path.glob("*/meta.json")
-    meta.write_text(meta.read_text().replace("lox-arrow/1", "lox-arrow/9"))
-    with pytest.raises(lox.StoreError, match=r"of format 'lox-arrow/9'; this lox reads 'lox-arrow/1'.\nInstall"):
+    meta.write_text(meta.read_text().replace("lox-arrow/2", "lox-arrow/9"))
+    with pytest.raises(lox.StoreError, match=r"of format 'lox-arrow/9'; this lox reads 'lox-arrow/2'.\nInstall"):
         lox.load(tmp_path)
     meta.write_text("{")
     with pytest.raises(lox.StoreError, match=r"meta.json' is damaged.*\nDelete that one file"):

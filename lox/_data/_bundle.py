@@ -85,6 +85,10 @@ class Bundle:
         """The structure of one key."""
         return self.treedefs[self.keys.index(key)]
 
+    def value(self, key: str) -> Any:
+        """The values of one key as users see them."""
+        return jax.tree.unflatten(self.treedef(key), [x.tree for x in self.leaves(key)])
+
     def only(self, keys: Sequence[str]) -> "Bundle":
         """The part that concerns these keys, in this order."""
         keys = tuple(keys)

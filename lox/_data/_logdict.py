@@ -343,7 +343,7 @@ class logdict(dict[str, Any]):
         valid = unnamed(bundle.valid.flags) if bundle.valid is not None else ()
         for key in bundle.keys if keys is None else keys:
             leaves = bundle.leaves(key)
-            self[key] = jax.tree.unflatten(bundle.treedef(key), [x.tree for x in leaves])
+            self[key] = bundle.value(key)
             for name, x in bundle.steps.items():
                 self.steps.setdefault(name, {})[key] = x.tree
             if bundle.valid is not None:

@@ -17,6 +17,7 @@ from lox._data._bundle import Bundle, by_run
 from lox._data._lanes import Laned, is_laned
 from lox._data._logdict import logdict
 from lox._engine._emit import Packet
+from lox.store._prng_keys import words_only
 
 Rename = Callable[[np.ndarray], np.ndarray]
 
@@ -72,19 +73,21 @@ class Batch:
         bundles = [b.occurred() for b in jax.tree.map(pick, self.bundles, is_leaf=is_laned)]
         return [bundle for bundle in bundles if bundle is not None]
 
-    def logs(self) -> logdict:
-        """The events with the run as the first axis of every array, as `write_lanes` takes them."""
+    def run_first(self) -> list[Bundle]:
+        """The events with the run as the first axis of every array, and the events as the second."""
 
         def front(x: Laned) -> Laned:
             tree = np.moveaxis(x.tree, 1, 0) if x.flags[0] else x.tree[None]
             return Laned(np.broadcast_to(tree, (len(self.ids), *tree.shape[1:])), x.flags[1:])
 
-        logs = logdict()
-        for bundle in jax.tree.map(front, self.bundles, is_leaf=is_laned):
-            if bundle.valid is not None and bundle.valid.tree.all():
-                bundle = dataclasses.replace(bundle, valid=None)
-            logs._set_bundle(bundle, outer=1)
-        return logs
+        bundles = jax.tree.map(front, self.bundles, is_leaf=is_laned)
+        return [
+            dataclasses.replace(b, valid=None) if b.valid is not None and b.valid.tree.all() else b for b in bundles
+        ]
+
+    def logs(self) -> logdict:
+        """The events as `write_lanes` takes them."""
+        return logs_of(self.run_first(), outer=1)
 
     @classmethod
     def of(cls, logs: logdict) -> "Batch":
@@ -93,11 +96,11 @@ class Batch:
         return cls(np.arange(bundles[0].values[0].tree.shape[1] if bundles else 0), bundles)
 
 
-def logs_of(bundles: Iterable[Bundle]) -> logdict:
-    """The events of one run as `write` takes them."""
+def logs_of(bundles: Iterable[Bundle], outer: int = 0) -> logdict:
+    """The events as methods of loggers take them; `outer` axes precede the events."""
     logs = logdict()
     for bundle in bundles:
-        logs._set_bundle(bundle)
+        logs._set_bundle(words_only(bundle), outer)
     return logs
 
 

@@ -29,7 +29,7 @@ from lox.loggers._pipeline import Pipeline
 from lox.loggers._routing import RoutedStream
 from lox.loggers._run import ConfigPlan, LoggerState, Run, prng_key_words
 from lox.loggers._values import as_bundles
-from lox.store._prng_keys import as_words, words_only
+from lox.store._prng_keys import as_words
 
 
 class Logger:
@@ -92,21 +92,24 @@ class Logger:
         By default, this calls `write` for each run. `logs.valid`, of shape `(lane, event, ...)`, has the keys that not
         every lane logged.
         """
-        self._write_each(runs, Batch.of(logs))
+        self._write_each(runs, Batch.of(logs), self._write_logs)
 
-    def _write_each(self, runs: list[Run], batch: Batch) -> None:
+    def _write_logs(self, run: Run, bundles: list[Bundle]) -> None:
+        self.write(run, logs_of(bundles))
+
+    def _write_each(self, runs: list[Run], batch: Batch, write: Callable[[Run, list[Bundle]], None]) -> None:
         for index, run in enumerate(runs):
-            lane = words_only(logs_of(batch.run(index)))
-            if lane:
-                with self._pipeline.isolated(f"writing {_errors.listing(lane)} of run {run.name!r}"):
-                    self.write(run, lane)
+            if bundles := batch.run(index):
+                keys = _errors.listing(key for bundle in bundles for key in bundle.keys)
+                with self._pipeline.isolated(f"writing {keys} of run {run.name!r}"):
+                    write(run, bundles)
 
     def _write_batch(self, runs: list[Run], batch: Batch) -> None:
         """Write events of several runs. Loggers that have no use for a logdict override this."""
         if getattr(self.write_lanes, "__func__", None) is Logger.write_lanes:
-            self._write_each(runs, batch)
+            self._write_each(runs, batch, self._write_logs)
         else:
-            self.write_lanes(runs, words_only(batch.logs()))
+            self.write_lanes(runs, batch.logs())
 
     def open(self, run: Run) -> None:
         """Prepare for a new run. Errors reach the caller of `init`, unless that is a compiled program."""

@@ -11,6 +11,12 @@ and dtype. Other tools read it as it is:
     pyarrow.ipc.open_stream(file).read_all()
     polars.read_ipc_stream(file)
 
+A row is an event of one run. Where up to 64 runs log together, as the lanes of a `vmap` do, a row is an event of all of
+them: `run` is the first, what differs between them is a list with an item for each (`runs` in the metadata of the
+column), and what does not is there once. To get a row for each of, say, 64 runs:
+
+    frame.with_columns(polars.int_ranges("run", polars.col("run") + 64)).explode("run", "loss")
+
 Dtypes that they do not know are stored as wider ones: bfloat16, float16 and float8 as float32, int4 as int8, complex
 numbers as pairs, PRNG keys as their words. `lox.load` returns exactly the bits that were logged.
 

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -48,8 +49,8 @@ def of_run(group: Group, run: int, select: Select, since: dict[SegmentReader, in
         # A key without events is known to belong to a run only if that is the only one.
         if parts or alone:
             rows = _Rows(segment, parts, keys, with_wall)
-            for key in keys:
-                chunks.setdefault(key, []).append(rows.chunk(key, slice(None)))
+            for first, part in rows.by_first():
+                rows.add_to(chunks, part, run - first)
     return chunks
 
 
@@ -64,15 +65,10 @@ def of_all_runs(group: Group, select: Select, since: dict[SegmentReader, int] | 
         if not parts:
             continue
         rows = _Rows(segment, parts, keys, with_wall)
-        (runs,) = segment.read([RUN], parts)
-        order = np.argsort(runs, kind="stable")
-        runs = runs[order]
-        rows.take(order)
-        numbers, starts = np.unique(runs, return_index=True)
-        for number, start, stop in zip(numbers.tolist(), starts, [*starts[1:], len(runs)], strict=True):
-            if number in by_run:
-                for key in keys:
-                    by_run[number].setdefault(key, []).append(rows.chunk(key, slice(start, stop)))
+        for first, part in rows.by_first():
+            for number in range(first, first + rows.schema.runs):
+                if number in by_run:
+                    rows.add_to(by_run[number], part, number - first)
     return by_run
 
 
@@ -80,7 +76,11 @@ def _segments(group: Group, select: Select) -> Iterable[tuple[SegmentReader, lis
     """Return the segments with selected keys, these keys, and whether times are needed to put events in order."""
     chosen = [(s, [key.name for key in s.schema.keys if select(key.name)]) for s in group.segments.values() if s.schema]
     seen = collections.Counter(key for _, keys in chosen for key in keys)
-    return [(segment, keys, any(seen[key] > 1 for key in keys)) for segment, keys in chosen if keys]
+    return [
+        (segment, keys, segment.schema.runs > 1 or any(seen[key] > 1 for key in keys))
+        for segment, keys in chosen
+        if keys and segment.schema is not None
+    ]
 
 
 class _Rows:
@@ -100,27 +100,42 @@ class _Rows:
             self.trees[key.name] = (ordered, treedef, tuple(c.codec.impl for c in ordered))
         valid = [schema.valid] if schema.valid else []
         wall = [WALL] if with_wall else []
-        columns = [*wall, *schema.steps, *valid, *[c for key in self.of_key.values() for c in key.columns]]
+        columns = [RUN, *wall, *schema.steps, *valid, *[c for key in self.of_key.values() for c in key.columns]]
         self.data: dict[Column, Array] = dict(zip(columns, segment.read(columns, parts), strict=True))
         self.count = sum(stop - start for _, start, stop in parts)
 
-    def take(self, order: Array) -> None:
-        self.data = {column: x[order] for column, x in self.data.items()}
+    def by_first(self) -> list[tuple[int, slice]]:
+        """Sort the rows by run; return the first run of each kind of row, and where such rows are."""
+        runs = self.data[RUN]
+        if (runs[1:] < runs[:-1]).any():
+            order = np.argsort(runs, kind="stable")
+            self.data = {column: x[order] for column, x in self.data.items()}
+            runs = self.data[RUN]
+        numbers, starts = np.unique(runs, return_index=True)
+        stops = [*starts[1:], len(runs)]
+        return [(n, slice(a, b)) for n, a, b in zip(numbers.tolist(), starts, stops, strict=False)] or [(0, slice(0))]
 
-    def chunk(self, key: str, part: slice) -> Chunk:
-        ordered, treedef, impls = self.trees[key]
-        valid = self.schema.valid
-        events = Bundle(
-            values=[Laned(self.data[c][part], c.lanes) for c in ordered],
-            steps={c.name: Laned(self.data[c][part], c.lanes) for c in self.schema.steps},
-            valid=None if valid is None else Laned(self.data[valid][part], valid.lanes),
-            keys=(key,),
-            treedefs=(treedef,),
-            single=False,
-            site=self.site,
-        )
-        wall = self.data[WALL][part] if WALL in self.data else None
-        return Chunk(wall, events, impls, self.of_key[key].order)
+    def add_to(self, chunks: Chunks, part: slice, lane: int) -> None:
+        """Add the events in these rows, for one of the runs that share them; it may have none of them."""
+        column, valid, kept = self.schema.valid, None, slice(None)
+
+        def pick(column: Column) -> Array:
+            x = self.data[column][part]
+            return (x[:, lane] if column.runs else x)[kept]
+
+        if column is not None:
+            happened = pick(column)
+            some = happened.reshape(len(happened), math.prod(column.shape)).any(1)
+            if len(some) and not some.any():
+                return
+            kept = slice(None) if some.all() else some
+            valid = Laned(happened[kept], column.lanes) if column.shape else None
+        steps = {c.name: Laned(pick(c), c.lanes) for c in self.schema.steps}
+        wall = self.data[WALL][part][kept] if WALL in self.data else None
+        for key, (ordered, treedef, impls) in self.trees.items():
+            values = [Laned(pick(c), c.lanes) for c in ordered]
+            events = Bundle(values, steps, valid, (key,), (treedef,), False, self.site)
+            chunks.setdefault(key, []).append(Chunk(wall, events, impls, self.of_key[key].order))
 
 
 # --- putting chunks together ---

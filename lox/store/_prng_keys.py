@@ -5,6 +5,7 @@ code that handles the arrays of an event need not know.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ from lox import _compat, _errors
 from lox._data import _arrays
 from lox._data._bundle import Bundle
 from lox._data._lanes import Laned, is_laned
-from lox._data._logdict import logdict
 from lox.store import names
 
 
@@ -85,13 +85,15 @@ def _node(x: Laned) -> PRNGKeyWords:
     return PRNGKeyWords(Laned(jax.random.key_data(x.tree), x.flags), impl_name(x.tree))
 
 
-def words_only(logs: logdict) -> logdict:
-    """Replace PRNG keys by plain arrays of their words, for loggers that have no use for them."""
-    if all(type(value) is np.ndarray for value in logs.values()):
-        return logs
-    bare = lambda x: x.words if type(x) is PRNGKeyWords else x  # noqa: E731
-    is_leaf = lambda x: type(x) is PRNGKeyWords  # noqa: E731
-    return logs._replace({key: jax.tree.map(bare, value, is_leaf=is_leaf) for key, value in logs.items()})
+def words_only(bundle: Bundle) -> Bundle:
+    """Make PRNG keys plain arrays of their words, for loggers that have no use for them."""
+    return dataclasses.replace(bundle, treedefs=tuple(map(_without_nodes, bundle.treedefs)))
+
+
+@functools.lru_cache(1000)
+def _without_nodes(treedef: Any) -> Any:
+    is_node = lambda x: type(x) is PRNGKeyWords  # noqa: E731
+    return jax.tree.structure(jax.tree.unflatten(treedef, [0] * treedef.num_leaves), is_leaf=is_node)
 
 
 def words_of(prng_key: Any) -> tuple[np.ndarray[Any, Any], str]:

@@ -3,6 +3,9 @@
 What lox needs to know is in the metadata of the fields, so keys are data; the names of columns are for people. Columns
 are `run`, `wall` (seconds since 1970), one for each step, `valid` if some lanes lack events, and one for each array of
 each key. No column has a variable length or nulls.
+
+A row has one event of one run; or, if runs with neighbouring numbers log together, of up to 64 of them, of which `run`
+is the first. What differs between them is a list with an item per run, what does not is stored once.
 """
 
 import dataclasses
@@ -15,10 +18,11 @@ from typing import Any, NamedTuple
 from lox.store import _dtypes, _structure
 from lox.store._flatbuffers import DamagedError, Table
 
-FORMAT = "lox-arrow/1"
+FORMAT = "lox-arrow/2"
 
 CONTINUATION = b"\xff\xff\xff\xff"
 END_OF_STREAM = CONTINUATION + b"\0\0\0\0"
+MAX_RUNS = 64  # in a row: enough to store once what they share, and few enough to read one of them quickly
 _MAX_ITEMS = 2**31 - 1  # of a fixed-size list
 _MAX_NDIM = 60
 _MAX_SCHEMA = 64 << 20
@@ -33,7 +37,7 @@ Flags = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One column. `shape` is that of an item, lanes included; `lanes` are the flags of `lox._data._lanes`."""
+    """One column. `shape` is that of an event of one run, lanes included; `lanes` are their flags (`lox._data`)."""
 
     role: str  # "run", "wall", "step", "valid" or "value"
     name: str  # the step's name or the key
@@ -42,6 +46,7 @@ class Column:
     lanes: Flags = ()
     tree_path: str = "[]"  # keys and indices that lead to the array in the value, as JSON
     words: int = 0
+    runs: int = 0  # how many runs an item is for; 0 if it is the same for all runs of the row
 
     @property
     def codec(self) -> _dtypes.Codec:
@@ -51,17 +56,17 @@ class Column:
     @property
     def memory_shape(self) -> tuple[int, ...]:
         """The shape of an item in memory, in which PRNG keys are words."""
-        return (*self.shape, self.words) if self.words else self.shape
+        return (*([self.runs] if self.runs else []), *self.shape, *([self.words] if self.words else []))
 
     @property
     def items(self) -> int:
         """How many Arrow values one row has."""
-        return math.prod(self.shape) * (self.codec.extra or 1)
+        return (self.runs or 1) * math.prod(self.shape) * (self.codec.extra or 1)
 
     @property
     def is_list(self) -> bool:
         """Whether Arrow sees a list; a scalar of a plain dtype is a number."""
-        return bool(self.shape) or bool(self.codec.extra)
+        return bool(self.shape) or bool(self.codec.extra) or bool(self.runs)
 
 
 class Key(NamedTuple):
@@ -80,6 +85,7 @@ class Schema:
     steps: tuple[Column, ...]
     valid: Column | None
     keys: tuple[Key, ...]
+    runs: int = 1  # of a row
 
     @property
     def columns(self) -> list[Column]:
@@ -124,14 +130,12 @@ def encode(schema: Schema) -> bytes:
             "shape": json.dumps(column.shape),
             "lanes": json.dumps(column.lanes),
         }
-        if column.words:
-            metadata["words"] = str(column.words)
+        metadata |= {name: str(n) for name, n in (("words", column.words), ("runs", column.runs)) if n}
         name = _title(column, taken)
         fields.append(nanoarrow.Schema(_arrow_type(column), name=name, metadata=metadata))
     keys = json.dumps([[key.name, key.structure, key.order] for key in schema.keys])
-    whole = nanoarrow.Schema(
-        nanoarrow.Type.STRUCT, fields=fields, metadata={"format": FORMAT, "keys": keys}, nullable=False
-    )
+    about = {"format": FORMAT, "keys": keys, "runs": str(schema.runs)}
+    whole = nanoarrow.Schema(nanoarrow.Type.STRUCT, fields=fields, metadata=about, nullable=False)
     out = io.BytesIO()
     writer = StreamWriter.from_writable(out)
     writer.write_stream(CArrayStream.from_c_arrays([], nanoarrow.c_schema(whole), move=False))
@@ -179,7 +183,7 @@ def decode(metadata: bytes) -> Schema:
     try:
         columns = [_column(field) for field in header.tables(1)]
         keys = json.loads(about["keys"])
-        schema = _assemble(columns, keys)
+        schema = _assemble(columns, keys, int(about["runs"]))
     except (KeyError, ValueError, TypeError, RecursionError, OverflowError) as error:
         raise DamagedError(f"the schema makes no sense ({error})") from error
     return schema
@@ -203,7 +207,10 @@ def _column(field: Table) -> Column:
     words = int(about.get("words", 0))
     if not 0 <= words <= 64 or bool(words) != about["dtype"].startswith("key<"):
         raise DamagedError(f"a PRNG key has {words} words")
-    column = Column(role, name, about["dtype"], tuple(shape), _flags(json.loads(about["lanes"])), about["path"], words)
+    runs, flags = int(about.get("runs", 0)), _flags(json.loads(about["lanes"]))
+    if not 0 <= runs <= MAX_RUNS:
+        raise DamagedError(f"a row has {runs} runs")
+    column = Column(role, name, about["dtype"], tuple(shape), flags, about["path"], words, runs)
     if _stored_type(field) != _expected_type(column):
         raise DamagedError(f"the column {name!r} is not stored as its dtype {column.dtype} says")
     return column
@@ -246,11 +253,13 @@ def _stored_type(field: Table) -> Any:
     raise DamagedError("a column has a type that lox does not write")
 
 
-def _assemble(columns: list[Column], keys: Any) -> Schema:
+def _assemble(columns: list[Column], keys: Any, runs: int) -> Schema:
     """Make the schema of these columns; anything inconsistent is damage."""
     if columns[:2] != [RUN, WALL]:
         raise DamagedError("the first columns are not those of lox")
     rest = columns[2:]
+    if not 1 <= runs <= MAX_RUNS or any(c.runs not in (0, runs if runs > 1 else 0) for c in rest):
+        raise DamagedError("the columns are not all for the same runs")
     steps = tuple(c for c in rest if c.role == "step")
     valid = [c for c in rest if c.role == "valid"]
     leaves = [c for c in rest if c.role == "value"]
@@ -273,4 +282,4 @@ def _assemble(columns: list[Column], keys: Any) -> Schema:
         start = stop
     if start != len(leaves) or len({key.name for key in schema_keys}) != len(schema_keys):
         raise DamagedError("the columns do not fit the keys")
-    return Schema(steps, valid[0] if valid else None, tuple(schema_keys))
+    return Schema(steps, valid[0] if valid else None, tuple(schema_keys), runs)

@@ -172,16 +172,18 @@ class SegmentReader:
     def batches_with(self, run: int, start: int = 0) -> list[tuple[int, int, int]]:
         """Return the batches from `start` on that have rows of a run, and these rows. Rows are sorted by run."""
         parts = []
+        assert self.schema is not None
+        more = self.schema.runs - 1  # of a row, after the first
         with self.open() as file:
             self._extend_ranges(file)
             candidates = np.flatnonzero((self._ranges[start:, 0] <= run) & (self._ranges[start:, 1] >= run)) + start
             for batch in candidates.tolist():
                 rows = self.rows[batch]
-                if self._ranges[batch, 0] == self._ranges[batch, 1]:
+                if self._ranges[batch, 0] + more == self._ranges[batch, 1]:
                     parts.append((batch, 0, rows))
                     continue
                 runs = self._raw(file, 0, batch, 0, rows)
-                first, last = np.searchsorted(runs, run, "left"), np.searchsorted(runs, run, "right")
+                first, last = np.searchsorted(runs, run - more, "left"), np.searchsorted(runs, run, "right")
                 if last > first:
                     parts.append((batch, int(first), int(last)))
         return parts
@@ -191,6 +193,7 @@ class SegmentReader:
         known = len(self._ranges)
         if known == len(self.rows):
             return
+        assert self.schema is not None
         new = np.empty((len(self.rows) - known, 2), np.int32)
         for i in range(known, len(self.rows)):
             rows = self.rows[i]
@@ -198,7 +201,7 @@ class SegmentReader:
                 new[i - known] = (1, 0)
                 continue
             new[i - known, 0] = self._raw(file, 0, i, 0, 1)[0]
-            new[i - known, 1] = self._raw(file, 0, i, rows - 1, rows)[0]
+            new[i - known, 1] = self._raw(file, 0, i, rows - 1, rows)[0] + self.schema.runs - 1
         self._ranges = np.concatenate([self._ranges, new])
 
     def all_batches(self, start: int = 0) -> list[tuple[int, int, int]]:

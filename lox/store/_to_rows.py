@@ -7,6 +7,7 @@ bundle and then looked up, because a callback in a training loop has microsecond
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from lox._data._lanes import Laned, is_laned
 from lox._data._logdict import logdict
 from lox.store import _dtypes, _structure
 from lox.store._prng_keys import PRNGKeyWords, as_words
-from lox.store._schema import Column, Key, Schema
+from lox.store._schema import MAX_RUNS, Column, Key, Schema
 
 Array = np.ndarray[Any, Any]
 _MAX_PLANS = 1000
@@ -59,53 +60,54 @@ class Rows:
 
     def of(self, runs: Array, bundles: Sequence[Bundle]) -> list[Piece]:
         """Return the rows of events whose outermost lane is the run."""
-        plans = [self._plan(bundle, len(runs)) for bundle in bundles]
-        tables: list[list[int]] = []
-        for n, (bundle, plan) in enumerate(zip(bundles, plans, strict=True)):
+        tables: list[list[Bundle]] = []
+        for bundle in bundles:
             for table in tables:
-                first = table[0]
-                if plans[first].shared == plan.shared and _same_events(bundles[first], bundle):
-                    table.append(n)
+                if _same_events(table[0], bundle):
+                    table.append(bundle)
                     break
             else:
-                tables.append([n])
-        return [self._piece(runs, [(bundles[n], plans[n]) for n in table]) for table in tables]
+                tables.append([bundle])
+        return [self._piece(runs, table, *block) for table in tables for block in _blocks(runs, table[0])]
 
-    def _plan(self, bundle: Bundle, runs: int) -> "_Plan":
+    def _piece(self, runs: Array, table: list[Bundle], start: int, stop: int, width: int) -> Piece:
+        """Return the rows of the runs from `start` to `stop`, each of which has `width` runs."""
+        first, plans = table[0], [self._plan(bundle, width) for bundle in table]
+        rows = lambda x: _rows(x, start, stop, width)  # noqa: E731
+        columns = [np.repeat(runs[start:stop:width], first.count())]
+        columns += [rows(first.steps[column.name]) for column in plans[0].steps]
+        kept = None
+        if first.valid is not None:
+            valid = rows(first.valid)
+            some = valid.reshape(len(valid), math.prod(valid.shape[1:])).any(1)
+            kept = None if some.all() else np.flatnonzero(some)
+            columns += [valid] if plans[0].valid is not None else []
+        columns += [rows(x) for bundle in table for x in bundle.values]
+        columns = columns if kept is None else [x[kept] for x in columns]
+        numbers, *raw = [x.tobytes() for x in columns]
+        return Piece(self._schema(plans, width), len(columns[0]), numbers, raw)
+
+    def _plan(self, bundle: Bundle, width: int) -> "_Plan":
         arrays = [*bundle.values, *bundle.steps.values(), *([] if bundle.valid is None else [bundle.valid])]
-        forms = tuple([(x.tree.dtype, x.tree.shape, x.flags) for x in arrays])
-        signature = (runs, bundle.keys, bundle.treedefs, tuple(bundle.steps), bundle.valid is None, forms)
+        forms = tuple([(x.tree.dtype, x.tree.shape[1 + bool(x.flags[0]) :], x.flags) for x in arrays])
+        signature = (width, bundle.keys, bundle.treedefs, tuple(bundle.steps), bundle.valid is None, forms)
         plan = self._plans.get(signature)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[signature] = _Plan(bundle, runs)
+            plan = self._plans[signature] = _Plan(bundle, width)
             for key in bundle.keys:
                 self._order.setdefault(key, len(self._order))
         return plan
 
-    def _piece(self, runs: Array, table: list[tuple[Bundle, "_Plan"]]) -> Piece:
-        first, plan = table[0]
-        kept, columns = None, [_rows(first.steps[column.name], len(runs)) for column in plan.steps]
-        if first.valid is not None:
-            valid = _rows(first.valid, len(runs))
-            any_lane = valid.reshape(len(valid), -1).any(1) if valid.ndim > 1 else valid
-            kept = None if any_lane.all() else np.flatnonzero(any_lane)
-            columns += [valid] if plan.valid is not None else []
-        columns += [_rows(x, len(runs)) for bundle, _ in table for x in bundle.values]
-        numbers = np.repeat(runs, plan.events)
-        columns = [numbers, *columns] if kept is None else [x[kept] for x in (numbers, *columns)]
-        numbers, *raw = [x.tobytes() for x in columns]
-        return Piece(self._schema([plan for _, plan in table]), len(columns[0]), numbers, raw)
-
-    def _schema(self, plans: list["_Plan"]) -> Schema:
-        """Return one schema, and so use one segment, for bundles that differ only in the number of events or lanes."""
-        static = tuple([(plan.keys, plan.steps, plan.valid) for plan in plans])
+    def _schema(self, plans: list["_Plan"], width: int) -> Schema:
+        """Return one schema, and so use one segment, for bundles that differ only in the number of events or runs."""
+        static = (width, *[(plan.keys, plan.steps, plan.valid) for plan in plans])
         if static not in self._schemas:
             if len(self._schemas) >= _MAX_PLANS:
                 self._schemas.clear()
             keys = tuple(Key(*key, self._order[key[0]]) for plan in plans for key in plan.keys)
-            self._schemas[static] = Schema(plans[0].steps, plans[0].valid, keys)
+            self._schemas[static] = Schema(plans[0].steps, plans[0].valid, keys, width)
         return self._schemas[static]
 
 
@@ -145,52 +147,72 @@ def _check(bundle: Bundle, runs: tuple[int, ...]) -> None:
 
 def _same_events(a: Bundle, b: Bundle) -> bool:
     """Compare steps and `valid` by bits: two NaNs are the same step if they are the same NaN."""
+    if (a.valid is None) != (b.valid is None) or a.steps.keys() != b.steps.keys() or a.count() != b.count():
+        return False
     pairs = [(x, b.steps[name]) for name, x in a.steps.items()]
     pairs += [(a.valid, b.valid)] if a.valid is not None and b.valid is not None else []
-    return all([x.tree is y.tree or x.tree.tobytes() == y.tree.tobytes() for x, y in pairs])
+    return all([_same(x, y) for x, y in pairs])
 
 
-def _rows(x: Laned, runs: int) -> Array:
-    """Lay out an array as rows, run after run, repeated for runs if it is the same for all."""
-    array = x.tree
-    if runs == 1:
-        return array[:, 0] if x.flags[0] else array
-    rows = np.moveaxis(array, 1, 0) if x.flags[0] else np.broadcast_to(array, (runs, *array.shape))
-    return rows.reshape(runs * rows.shape[1], *rows.shape[2:])
+def _same(a: Laned, b: Laned) -> bool:
+    x, y = a.tree, b.tree
+    same_type = x.dtype == y.dtype and x.shape == y.shape and a.flags == b.flags
+    return same_type and (x is y or x.tobytes() == y.tobytes())
+
+
+def _blocks(runs: Array, bundle: Bundle) -> list[tuple[int, int, int]]:
+    """Return which runs to store in rows of how many: first, last and number."""
+    count = len(runs)
+    if count == 1 or runs[-1] - runs[0] != count - 1 or not (runs[1:] - runs[:-1] == 1).all():
+        return [(0, count, 1)]
+    if bundle.valid is not None and 2 * np.count_nonzero(bundle.valid.tree) < bundle.valid.tree.size:
+        return [(0, count, 1)]  # runs that hardly ever log together
+    whole = count - count % MAX_RUNS
+    return [block for block in ((0, whole, MAX_RUNS), (whole, count, count - whole)) if block[0] < block[1]]
+
+
+def _rows(x: Laned, start: int, stop: int, width: int) -> Array:
+    """Lay out an array as rows of `width` runs, sorted by run; what is the same for all runs is repeated."""
+    array, blocks = x.tree, (stop - start) // width
+    events, item = array.shape[0], array.shape[1 + bool(x.flags[0]) :]
+    if not x.flags[0]:
+        rows = array if blocks == 1 else np.broadcast_to(array, (blocks, *array.shape))
+    else:
+        rows = array[:, start:stop].reshape(events, blocks, width, *item).swapaxes(0, 1)
+    return rows.reshape(events * blocks, *([width] if x.flags[0] and width > 1 else []), *item)
 
 
 class _Plan:
     """What is known of the rows of a bundle without its values."""
 
-    def __init__(self, bundle: Bundle, runs: int):
-        self.events = bundle.count()
-        self.steps = tuple(_column("step", name, x, "[]", bundle.keys[0]) for name, x in sorted(bundle.steps.items()))
+    def __init__(self, bundle: Bundle, width: int):
+        about = bundle.keys[0]
+        steps = sorted(bundle.steps.items())
+        self.steps = tuple(_column("step", name, x, "[]", about, width) for name, x in steps)
         self.valid = None
-        if bundle.valid is not None and any(bundle.valid.flags[1:]):
-            self.valid = _column("valid", "valid", bundle.valid, "[]", bundle.keys[0])
-        self.keys = tuple(_key(key, bundle.treedef(key), bundle.leaves(key)) for key in bundle.keys)
-        by_run = [x.flags[0] for _, x in sorted(bundle.steps.items())]
-        valid = None if bundle.valid is None else bundle.valid.flags
-        self.shared = (self.steps, by_run, self.valid, valid, self.events)  # what one table has for all keys
+        if bundle.valid is not None and any(bundle.valid.flags[0 if width > 1 else 1 :]):
+            self.valid = _column("valid", "valid", bundle.valid, "[]", about, width)
+        self.keys = tuple(_key(key, bundle.treedef(key), bundle.leaves(key), width) for key in bundle.keys)
 
 
-def _key(key: str, treedef: Any, leaves: list[Laned]) -> tuple[str, str, tuple[Column, ...]]:
+def _key(key: str, treedef: Any, leaves: list[Laned], width: int) -> tuple[str, str, tuple[Column, ...]]:
     value = jax.tree.unflatten(treedef, leaves)
     nodes, treedef = jax.tree.flatten(value, is_leaf=lambda x: isinstance(x, PRNGKeyWords | Laned))
     description = _structure.describe(jax.tree.unflatten(treedef, [0] * len(nodes)), repr(key))
     tree_paths = map(json.dumps, _structure.tree_paths(description))
-    columns = [_column("value", key, x, path, key) for x, path in zip(nodes, tree_paths, strict=True)]
+    columns = [_column("value", key, x, path, key, width) for x, path in zip(nodes, tree_paths, strict=True)]
     return key, json.dumps(description), tuple(columns)
 
 
-def _column(role: str, name: str, x: Laned | PRNGKeyWords, tree_path: str, key: str) -> Column:
+def _column(role: str, name: str, x: Laned | PRNGKeyWords, tree_path: str, key: str, width: int) -> Column:
     laned, words = (x.words, x.words.tree.shape[-1]) if isinstance(x, PRNGKeyWords) else (x, 0)
     shape = laned.tree.shape[1 + bool(laned.flags[0]) :]
     if isinstance(x, PRNGKeyWords):
         dtype, shape = f"key<{x.impl}>", shape[:-1]
     else:
         dtype = _dtypes.name_of(laned.tree.dtype, repr(key) if role == "value" else f"the step {name!r} of {key!r}")
-    column = Column(role, name, dtype, shape, laned.flags[1:], tree_path, words)
+    runs = width if laned.flags[0] and width > 1 else 0
+    column = Column(role, name, dtype, shape, laned.flags[1:], tree_path, words, runs)
     if column.items > 2**31 - 1 or len(shape) > 60:
         raise _errors.LogTypeError(f"{key!r} is too large to be stored: one event has the shape {shape}.")
     return column

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lox._data._bundle import Bundle
 from lox._data._histogram import Histogram
 from lox._data._image import Image
-from lox._data._logdict import logdict
 from lox.loggers._files._rows import leaf_by_leaf
 from lox.loggers._run import Run
+from lox.store._prng_keys import words_only
 
 _POINTS = 64  # of a history; beyond, neighbours are averaged
 _WINDOW = 10.0  # seconds over which the rate is measured
@@ -104,18 +105,18 @@ class Board:
         with self._lock:
             self._runs[run.id] = run.name
 
-    def update(self, runs: list[Run], logs: logdict, now: float | None = None) -> None:
-        """Take events of several runs: `(lane, event, ...)`."""
+    def update(self, runs: list[Run], bundles: list[Bundle], now: float | None = None) -> None:
+        """Take events of several runs: `(run, event, ...)`."""
         with self._lock:
             before, now = self._events, time.monotonic() if now is None else now
             ids = [run.id for run in runs]
-            flat = leaf_by_leaf(logs)
-            for key, values in flat.items():
-                valid = self._update_key(ids, key, _in_numbers(values), flat.valid.get(key))
-                for name, by_key in flat.steps.items():
-                    if key in by_key:
-                        steps = by_key[key].astype(np.float64).reshape(*valid.shape, -1).max(2)
-                        _keep_last(self._steps.setdefault(name, {}), ids, steps, valid)
+            for bundle in map(words_only, bundles):
+                valid = np.zeros((0, 0), bool)
+                for key, values in leaf_by_leaf(bundle).items():
+                    valid = self._update_key(ids, key, _in_numbers(values), bundle.valid and bundle.valid.tree)
+                for name, x in bundle.steps.items():
+                    steps = x.tree.astype(np.float64).reshape(*valid.shape, -1).max(2)
+                    _keep_last(self._steps.setdefault(name, {}), ids, steps, valid)
             self._recent.append((now, self._events - before))
             while self._recent and self._recent[0][0] < now - _WINDOW:
                 self._recent.popleft()

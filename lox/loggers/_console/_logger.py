@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lox import _errors
-from lox._data._logdict import logdict
+from lox.loggers._batch import Batch
 from lox.loggers._console import _render
 from lox.loggers._console._board import Board
 from lox.loggers._console._screen import screen_of
@@ -72,10 +72,10 @@ class ConsoleLogger(Logger):
         self._board.add_run(run)
         screen_of(self._console).show(self)
 
-    def write_lanes(self, runs: list[Run], logs: logdict) -> None:
+    def _write_batch(self, runs: list[Run], batch: Batch) -> None:
         """Show events of several runs."""
         assert self._board is not None
-        self._board.update(runs, logs)
+        self._board.update(runs, batch.run_first())
         screen_of(self._console).changed(self)
 
     def finish(self, run: Run) -> None:

@@ -6,9 +6,9 @@ import json
 import os
 from typing import Any
 
-from lox._data._logdict import logdict
+from lox._data._bundle import Bundle
 from lox.loggers._files._plain import FileLogger, RunFile
-from lox.loggers._files._rows import leaf_by_leaf, strict_json
+from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Run
 
 
@@ -41,10 +41,10 @@ class CsvLogger(FileLogger):
 
     suffix = ".csv"
 
-    def write(self, run: Run, logs: logdict) -> None:
+    def add(self, run: Run, bundles: list[Bundle]) -> None:
         """Add one row per event."""
         run_file: RunFile = run.resource
-        table = [{column: _cell(x) for column, x in row.items()} for row in self.rows(run, leaf_by_leaf(logs))]
+        table = [{column: _cell(x) for column, x in row.items()} for row in self.rows(run, bundles, split=True)]
         new = list(dict.fromkeys(column for row in table for column in row if column not in run_file.columns))
         if new:
             self._widen(run, [*run_file.columns, *new])

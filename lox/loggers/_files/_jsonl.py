@@ -2,7 +2,7 @@
 
 import json
 
-from lox._data._logdict import logdict
+from lox._data._bundle import Bundle
 from lox.loggers._files._plain import FileLogger
 from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Run
@@ -30,7 +30,7 @@ class JsonlLogger(FileLogger):
 
     suffix = ".jsonl"
 
-    def write(self, run: Run, logs: logdict) -> None:
+    def add(self, run: Run, bundles: list[Bundle]) -> None:
         """Add one line per event."""
-        lines = [json.dumps(strict_json(row), allow_nan=False) + "\n" for row in self.rows(run, logs)]
+        lines = [json.dumps(strict_json(row), allow_nan=False) + "\n" for row in self.rows(run, bundles)]
         self.append(run, "".join(lines))

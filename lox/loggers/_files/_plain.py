@@ -13,8 +13,10 @@ from typing import IO, Any
 import numpy as np
 
 from lox import _errors
+from lox._data._bundle import Bundle
 from lox._data._image import png
 from lox._data._logdict import logdict
+from lox.loggers._batch import Batch
 from lox.loggers._files._rows import Labels, rows, strict_json
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run
@@ -100,10 +102,23 @@ class FileLogger(Logger):
             config = json.dumps(strict_json(run.config), indent=2)
             (self.path / f"{run.name}{self.suffix}.config.json").write_text(config + "\n", encoding="utf-8")
 
-    def rows(self, run: Run, logs: logdict) -> Iterator[dict[str, Any]]:
+    def write(self, run: Run, logs: logdict) -> None:
+        """Add events."""
+        self.add(run, logs.to_bundles())
+
+    def _write_batch(self, runs: list[Run], batch: Batch) -> None:
+        if type(self).write is not FileLogger.write:  # of a class that wants to see the logs
+            return super()._write_batch(runs, batch)
+        self._write_each(runs, batch, self.add)
+
+    def add(self, run: Run, bundles: list[Bundle]) -> None:
+        """Add the events of these bundles to the file of a run."""
+        raise NotImplementedError
+
+    def rows(self, run: Run, bundles: list[Bundle], split: bool = False) -> Iterator[dict[str, Any]]:
         """Yield each event as steps and values by the names of their columns; a picture is the name of its file."""
         label = run.resource.labels.of
-        for steps, values in rows(logs, functools.partial(self.save_picture, run)):
+        for steps, values in rows(bundles, functools.partial(self.save_picture, run), split):
             row = {label("step", name): x for name, x in steps.items()}
             yield row | {label("key", key): x for key, x in values.items()}
 

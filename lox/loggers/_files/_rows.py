@@ -1,4 +1,4 @@
-"""Logs as rows of plain values, for CSV and JSON.
+"""Events as rows of plain values, for CSV and JSON.
 
 A row is one event: its steps, and the values of all keys with the same steps and the same number of events. So keys
 that are logged together are in one row.
@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lox._data._bundle import Bundle
 from lox._data._histogram import Histogram
 from lox._data._image import Image
-from lox._data._logdict import logdict
+from lox.store._prng_keys import words_only
 
 Row = tuple[dict[str, Any], dict[str, Any]]  # steps, values
 Picture = Callable[[np.ndarray], Any]
@@ -25,46 +26,41 @@ def is_shown_whole(value: Any) -> bool:
     return isinstance(value, Histogram | Image)
 
 
-def rows(logs: logdict, picture: Picture) -> Iterator[Row]:
-    """Yield the rows of logs that have an event axis, as `Logger.write` gets them.
+def rows(bundles: Iterable[Bundle], picture: Picture, split: bool) -> Iterator[Row]:
+    """Yield the rows of the events of a run.
 
-    A histogram becomes a dict of its bins, mean and spread; `picture` turns pixels into what stands for a picture.
+    A histogram becomes a dict of its bins, mean and spread; `picture` turns pixels into what stands for a picture. With
+    `split`, every leaf of a pytree is a value of its own.
     """
-    groups: dict[Any, list[str]] = {}
-    for key in logs:
-        count = len(jax.tree.leaves(logs[key])[0])
-        steps = {name: by_key[key] for name, by_key in logs.steps.items() if key in by_key}
-        same = tuple((name, x.shape, str(x.dtype), x.tobytes()) for name, x in sorted(steps.items()))
-        groups.setdefault((count, same), []).append(key)
-    for (count, _), keys in groups.items():
-        steps = {name: plain(by_key[keys[0]]) for name, by_key in logs.steps.items() if keys[0] in by_key}
-        columns = {key: _column(logs, key, count, picture) for key in keys}
+    groups: dict[Any, list[Bundle]] = {}
+    for bundle in map(words_only, bundles):
+        same = tuple((name, x.tree.shape, str(x.tree.dtype), x.tree.tobytes()) for name, x in bundle.steps.items())
+        groups.setdefault((bundle.count(), tuple(sorted(same))), []).append(bundle)
+    for (count, _), group in groups.items():
+        steps = {name: plain(x.tree) for name, x in group[0].steps.items()}
+        columns = {
+            name: _column(value, bundle.valid and bundle.valid.tree, count, picture)
+            for bundle in group
+            for name, value in (leaf_by_leaf(bundle) if split else {k: bundle.value(k) for k in bundle.keys}).items()
+        }
         for event in range(count):
             yield {name: x[event] for name, x in steps.items()}, {key: x[event] for key, x in columns.items()}
 
 
-def leaf_by_leaf(logs: logdict) -> logdict:
-    """Give every leaf of a pytree a key of its own: `stats['mean']`. Histograms and pictures are leaves."""
-    if all(isinstance(x, np.ndarray) or is_shown_whole(x) for x in logs.values()):
-        return logs
-    flat = logdict()
-    for key in logs:
-        for tree_path, leaf in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_shown_whole):
+def leaf_by_leaf(bundle: Bundle) -> dict[str, Any]:
+    """Give every leaf of a pytree a name of its own: `stats['mean']`. Histograms and pictures are leaves."""
+    leaves: dict[str, Any] = {}
+    for key in bundle.keys:
+        for tree_path, leaf in jax.tree_util.tree_leaves_with_path(bundle.value(key), is_leaf=is_shown_whole):
             name = key + jax.tree_util.keystr(tree_path)
-            while name in flat or (tree_path and name in logs):  # another key looks like this leaf
+            while name in leaves or (tree_path and name in bundle.keys):  # another key looks like this leaf
                 name += " [leaf]"
-            flat[name] = leaf
-            for step, by_key in logs.steps.items():
-                if key in by_key:
-                    flat.steps.setdefault(step, {})[name] = by_key[key]
-            if key in logs.valid:
-                flat.valid[name] = logs.valid[key]
-    return flat
+            leaves[name] = leaf
+    return leaves
 
 
-def _column(logs: logdict, key: str, count: int, picture: Picture) -> list[Any]:
-    """Return a key's value in each row."""
-    value, valid = logs[key], logs.valid.get(key)
+def _column(value: Any, valid: np.ndarray | None, count: int, picture: Picture) -> list[Any]:
+    """Return a value in each row."""
     if isinstance(value, np.ndarray):
         return plain(value, valid)
 

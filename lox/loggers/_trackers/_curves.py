@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from lox import _errors
+from lox._data._bundle import Bundle
 from lox._data._histogram import Histogram
 from lox._data._image import Image
-from lox._data._logdict import logdict
+from lox.loggers._batch import Batch
 from lox.loggers._files._rows import bins, strict_json
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run
@@ -87,9 +88,9 @@ class CurveLogger(Logger):
         parts = {"mean": np.asarray(histogram.mean), "std": np.asarray(histogram.std)}
         return [Curve(self._curves.part_name(curve.name, part), curve.steps, x) for part, x in parts.items()]
 
-    def write_lanes(self, runs: list[Run], logs: logdict) -> None:
+    def _write_batch(self, runs: list[Run], batch: Batch) -> None:
         """Send what can be plotted, then raise errors about the rest."""
-        curves, problems = self._curves.of([run.id for run in runs], logs)
+        curves, problems = self._curves.of([run.id for run in runs], batch.run_first())
         self.send_lanes(runs, curves)
         raise_problems(problems)
 
@@ -99,7 +100,7 @@ class CurveLogger(Logger):
 
 
 class _Curves:
-    """Makes curves of logs, and remembers the last step of each curve of each run."""
+    """Makes curves of events, and remembers the last step of each curve of each run."""
 
     def __init__(self, step: str, sorter: Sorter):
         self._step, self._sorter = step, sorter
@@ -118,9 +119,9 @@ class _Curves:
         """Name a part of a curve."""
         return self._sorter.part_name(name, part)
 
-    def of(self, runs: list[int], logs: logdict) -> tuple[list[Curve], list[Exception]]:
+    def of(self, runs: list[int], bundles: list[Bundle]) -> tuple[list[Curve], list[Exception]]:
         """Return the curves of these runs, and errors about what cannot be plotted, to be raised afterwards."""
-        entries, problems = self._sorter.sort(logs, lead=2)
+        entries, problems = self._sorter.sort(bundles, lead=2)
         curves: list[Curve] = []
         others: dict[Any, Curve] = {}
         for entry in entries:

@@ -1,4 +1,4 @@
-"""Logs as trackers show them: numbers, histograms and pictures, each under a name of its own.
+"""Events as trackers show them: numbers, histograms and pictures, each under a name of its own.
 
 A tracker plots numbers over steps. So a small array becomes one curve per element, `xs/0`, `xs/1`, and a pytree one
 per leaf, `stats/mean`; a `lox.Histogram` and a `lox.Image` stay what they are. A large array is an error, because
@@ -7,7 +7,7 @@ nobody wants it turned into something unasked.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -15,11 +15,12 @@ import numpy as np
 
 from lox import _errors
 from lox._data import _axes, _histogram
+from lox._data._bundle import Bundle
 from lox._data._histogram import Histogram
 from lox._data._image import Image
-from lox._data._lanes import Flags
-from lox._data._logdict import logdict
+from lox._data._lanes import Flags, Laned
 from lox.loggers._files._rows import Labels, is_shown_whole
+from lox.store._prng_keys import words_only
 
 MOST_ELEMENTS = 64
 CHOICES = ("elements", "histogram")
@@ -42,7 +43,7 @@ class Entry:
 
 
 class Sorter:
-    """Makes entries of logs, with the same names throughout a logger's life.
+    """Makes entries of events, with the same names throughout a logger's life.
 
     Args:
         owner: The logger's name, for messages.
@@ -67,22 +68,23 @@ class Sorter:
         """Name a part of an entry that is shown in parts."""
         return self._labels.of(f"of {name}", f"{name}/{part}")
 
-    def sort(self, logs: logdict, lead: int) -> tuple[list[Entry], list[Exception]]:
-        """Return the entries of logs with `lead` leading axes, and errors about the rest, to be raised afterwards."""
+    def sort(self, bundles: Iterable[Bundle], lead: int) -> tuple[list[Entry], list[Exception]]:
+        """Return the entries of events with `lead` leading axes, and errors about the rest, to be raised afterwards."""
         entries: list[Entry] = []
         errors: list[Exception] = []
-        for key in logs:
-            try:
-                entries += self._entries(logs, key, lead)
-            except _errors.LogTypeError as error:
-                errors.append(error)
+        for bundle in map(words_only, bundles):
+            for key in bundle.keys:
+                try:
+                    entries += self._entries(bundle, key, lead)
+                except _errors.LogTypeError as error:
+                    errors.append(error)
         return entries, errors
 
-    def _entries(self, logs: logdict, key: str, lead: int) -> Iterator[Entry]:
-        flags = iter(logs._layout(key).flags)
-        for tree_path, value in jax.tree_util.tree_leaves_with_path(logs[key], is_leaf=is_shown_whole):
+    def _entries(self, bundle: Bundle, key: str, lead: int) -> Iterator[Entry]:
+        flags = iter([x.flags for x in bundle.leaves(key)])
+        for tree_path, value in jax.tree_util.tree_leaves_with_path(bundle.value(key), is_leaf=is_shown_whole):
             value_flags = [next(flags) for _ in jax.tree.leaves(value)]
-            node = _Node(logs, key, tree_path, value, value_flags[0], lead, self._labels)
+            node = _Node(bundle, key, tree_path, value, value_flags[0], lead, self._labels)
             if isinstance(value, Histogram):
                 yield from node.histograms()
             elif isinstance(value, Image):
@@ -122,17 +124,12 @@ class _Node:
     The value has an axis for each lane inside the run that the value or a step depends on.
     """
 
-    def __init__(self, logs: logdict, key: str, tree_path: Any, value: Any, flags: Flags, lead: int, labels: Labels):
+    def __init__(self, bundle: Bundle, key: str, tree_path: Any, value: Any, flags: Flags, lead: int, labels: Labels):
         self.key, self.lead = key, lead
         self._front = ["run", _axes.EVENT][-lead:]
-        layout = logs._layout(key)
-        step_flags = dict(layout.step_flags)
         self._tree_path, self._labels = tree_path, labels
-        self._steps = {
-            name: (by_key[key], step_flags.get(name, ())) for name, by_key in logs.steps.items() if key in by_key
-        }
-        self._valid = (logs.valid[key], layout.valid_flags) if key in logs.valid else None
-        self._stepped = sorted({n for _, f in self._steps.values() for n in _axes.lanes(f)})  # the lanes of steps
+        self._steps, self._valid = bundle.steps, bundle.valid
+        self._stepped = sorted({n for x in self._steps.values() for n in _axes.lanes(x.flags)})  # the lanes of steps
         self._lanes = sorted({*_axes.lanes(flags), *self._stepped})
         self.depth = len(self._lanes)
         self.value: Any = jax.tree.map(lambda x: self._broadcast(x, _axes.lanes(flags)), value)
@@ -140,8 +137,8 @@ class _Node:
     def _broadcast(self, x: np.ndarray, present: list[int]) -> np.ndarray:
         """Repeat a value along the lanes that only steps have."""
         sizes: dict[Any, int] = {}
-        for step, flags in self._steps.values():
-            sizes |= _axes.sizes(step, [*self._front, *_axes.lanes(flags)])
+        for step in self._steps.values():
+            sizes |= _axes.sizes(step.tree, [*self._front, *_axes.lanes(step.flags)])
         return _axes.align(x, [*self._front, *present], [*self._front, *self._lanes], sizes)
 
     def elements(self, x: np.ndarray, suffix: str = "") -> Iterator[Entry]:
@@ -168,21 +165,21 @@ class _Node:
                 yield self._entry("histogram", index, "", one, lanes)
             return
         inner = tuple(range(self.lead, self.lead + len(lanes)))
-        valid = None if self._valid is None or not lanes else self._with_lanes(*self._valid, lanes)
+        valid = None if self._valid is None or not lanes else self._with_lanes(self._valid, lanes)
 
         def merge(x: np.ndarray) -> np.ndarray:
             if valid is not None:
                 x = np.where(valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim)), x, 0)
             return x.sum(inner) if inner else x
 
-        steps = {name: x for name, (x, _) in self._steps.items()}
-        merged = valid.any(inner) if valid is not None else None if self._valid is None else self._valid[0]
+        steps = {name: x.tree for name, x in self._steps.items()}
+        merged = valid.any(inner) if valid is not None else None if self._valid is None else self._valid.tree
         yield Entry(self._name("histogram", (), ""), jax.tree.map(merge, self.value), steps, merged)
 
     def _entry(self, kind: str, index: tuple[int, ...], suffix: str, value: Any, lanes: tuple[int, ...]) -> Entry:
         at = (Ellipsis, *index[: self.depth])
-        steps = {name: self._with_lanes(*step, lanes)[at] for name, step in self._steps.items()}
-        valid = None if self._valid is None else self._with_lanes(*self._valid, lanes)[at]
+        steps = {name: self._with_lanes(step, lanes)[at] for name, step in self._steps.items()}
+        valid = None if self._valid is None else self._with_lanes(self._valid, lanes)[at]
         return Entry(self._name(kind, index, suffix), value, steps, valid)
 
     def _name(self, kind: str, index: tuple[int, ...], suffix: str) -> str:
@@ -193,9 +190,9 @@ class _Node:
             return self._labels.of(f"{kind} in {self.key}{inside}".strip(), place + suffix)
         return self._labels.of(kind or "key", self.key)
 
-    def _with_lanes(self, x: np.ndarray, flags: Flags, lanes: tuple[int, ...]) -> np.ndarray:
+    def _with_lanes(self, laned: Laned, lanes: tuple[int, ...]) -> np.ndarray:
         """Give a step or `valid` the lanes of the value: repeat along those it lacks, reduce those the value lacks."""
-        present = _axes.lanes(flags)
+        x, present = laned.tree, _axes.lanes(laned.flags)
         extra = tuple(self.lead + axis for axis, n in enumerate(present) if n not in self._lanes)
         if extra:
             x = x.any(extra)  # this is `valid`: all lanes of steps are lanes of the value

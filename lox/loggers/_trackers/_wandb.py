@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from lox import _errors
+from lox._data._bundle import Bundle
 from lox._data._histogram import Histogram, few_bins
 from lox._data._image import Image
-from lox._data._logdict import logdict
+from lox.loggers._batch import Batch
 from lox.loggers._files._rows import plain, strict_json
 from lox.loggers._logger import Logger
 from lox.loggers._run import Names, Run
@@ -167,19 +168,18 @@ class WandbLogger(Logger):
         del run
         return self._kwargs
 
-    def write(self, run: Run, logs: logdict) -> None:
-        """Write a row for every event; keys that were logged with the same steps share rows."""
-        self._write_rows(self._rows[run.id], *self._entries(logs, lead=1))
-
-    def write_lanes(self, runs: list[Run], logs: logdict) -> None:
-        """Write each run by itself, or the statistics of all."""
+    def _write_batch(self, runs: list[Run], batch: Batch) -> None:
+        """Write a row for every event of each run, or of the statistics of all; equal steps share rows."""
         if not self.aggregate:
-            return super().write_lanes(runs, logs)
+            return self._write_each(runs, batch, self._write_run)
         assert self._shared is not None
         self._send_configs()
-        entries, problems = self._entries(logs, lead=2)
+        entries, problems = self._entries(batch.run_first(), lead=2)
         parts = [part for entry in entries for part in _bands.over_lanes(entry, self._sorter.part_name)]
         self._write_rows(self._shared, parts, problems)
+
+    def _write_run(self, run: Run, bundles: list[Bundle]) -> None:
+        self._write_rows(self._rows[run.id], *self._entries(bundles, lead=1))
 
     def _send_configs(self) -> None:
         """Send the configs of the runs behind the shared one: what they have in common, and lists of what differs."""
@@ -193,10 +193,11 @@ class WandbLogger(Logger):
         self._shared.run.config.update(common, allow_val_change=True)
         self._sent = len(self._configs)
 
-    def _entries(self, logs: logdict, lead: int) -> tuple[list[Entry], list[Exception]]:
-        for name in logs.steps:
-            self._sorter.step_name(name)  # steps take their names before keys do
-        return self._sorter.sort(logs, lead)
+    def _entries(self, bundles: list[Bundle], lead: int) -> tuple[list[Entry], list[Exception]]:
+        for bundle in bundles:
+            for name in bundle.steps:
+                self._sorter.step_name(name)  # steps take their names before keys do
+        return self._sorter.sort(bundles, lead)
 
     def _write_rows(self, rows: _Rows, entries: list[Entry], problems: list[Exception]) -> None:
         names = dict.fromkeys(name for entry in entries for name in entry.steps)
