@@ -743,3 +743,41 @@ def test_prng_keys_and_integers_of_few_bits(tmp_path, jit, options):
         assert jax.random.key_data(logs["key"]).tolist() == wrap(keys)
         assert (str(logs["u"].dtype), logs["u"].tolist()) == ("uint4", wrap([0, 1]))
         assert (str(logs["i"].dtype), logs["i"].tolist()) == ("int4", wrap(small))
+
+
+# --- what crosses to the host ---
+
+
+def host_calls(jaxpr):
+    """The types of the arrays of each host call in a program, without the token."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "lox_emit":
+            found.append([v.aval.str_short() for v in eqn.invars[1:]])
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            if hasattr(inner, "jaxpr"):
+                found += host_calls(inner.jaxpr)
+            elif hasattr(inner, "eqns"):
+                found += host_calls(inner)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"buffer": 5}, {"interval": 2}, {"interval": 2, "buffer": 5}])
+def test_keys_that_are_logged_together_share_their_steps_and_run(options):
+    def f(x):
+        def step(c, i):
+            lox.log({key: c * n for n, key in enumerate("abcde")}, step=i)
+            return c + 1, None
+
+        return jax.lax.scan(step, x, jnp.arange(20))[0]
+
+    with Recorder() as logger:
+        states = jax.vmap(logger.init)(jax.random.split(jax.random.key(0), 4))
+        tapped = jax.vmap(lambda state, x: logger.tap(f, state, **options)(x))
+        calls = host_calls(jax.make_jaxpr(tapped)(states, jnp.arange(4.0)).jaxpr)
+    events = "5," if "buffer" in options else ""
+    step = ["int32[5]" if events else "int32[]"]
+    valid = [step[0].replace("int32", "bool")] if "interval" in options else []
+    for call in calls:
+        assert call == [f"float32[{events}4]"] * 5 + step + valid + ["int32[4]"]
+    assert calls
