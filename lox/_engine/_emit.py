@@ -67,12 +67,13 @@ def emit(
     content = Content(bundles, route, {key: Laned(x) for key, x in (dropped or {}).items()})
     operands, treedef = jax.tree.flatten(content)
     operands = [jax.random.key_data(x) if _arrays.is_prng_key(x.dtype) else x for x in operands]
+    form = Form(treedef, signal, frozenset(at_once))
+    if _compat.is_evaluating():
+        # Outside of programs NumPy arrays stay as they are: JAX would convert int64 to int32.
+        return _impl(np.int32(0) if token is None else token, *operands, deliver=deliver, form=form)[0]
     token = new_token() if token is None else token
     ordered = getattr(deliver, "ordered", False) and not _compat.is_without_order()
-    form = Form(treedef, signal, frozenset(at_once))
-    params: dict[str, Any] = dict(deliver=deliver, form=form, conditional=conditional, ordered=ordered)
-    # Outside of programs NumPy arrays stay as they are: JAX would convert int64 to int32.
-    return (_impl if _compat.is_evaluating() else emit_p.bind)(token, *operands, **params)[0]
+    return emit_p.bind(token, *operands, deliver=deliver, form=form, conditional=conditional, ordered=ordered)[0]
 
 
 def once(emit: Callable[[list[str], Any], Any], parts: dict[str, Any], alike: frozenset[Any], token: Any) -> Any:

@@ -24,6 +24,7 @@ from lox.store._segment import SegmentReader
 Array = np.ndarray[Any, Any]
 Select = Callable[[str], bool]
 Parts = Sequence[tuple[int, int, int]]
+Data = dict[Column, Array]  # of rows
 
 
 @dataclasses.dataclass
@@ -34,6 +35,7 @@ class Chunk:
     events: Bundle
     impls: tuple[str | None, ...]
     order: int = 0
+    kind: Any = None  # the same object for chunks that have the same dtypes, lanes and shapes
 
 
 Chunks = dict[str, list[Chunk]]  # by key
@@ -49,8 +51,8 @@ def of_run(group: Group, run: int, select: Select, since: dict[SegmentReader, in
         # A key without events is known to belong to a run only if that is the only one.
         if parts or alone:
             rows = _Rows(segment, parts, keys, with_wall)
-            for first, part in rows.by_first():
-                rows.add_to(chunks, part, run - first)
+            for first, data in rows.by_first():
+                rows.add_to(chunks, data, run - first)
     return chunks
 
 
@@ -65,10 +67,10 @@ def of_all_runs(group: Group, select: Select, since: dict[SegmentReader, int] | 
         if not parts:
             continue
         rows = _Rows(segment, parts, keys, with_wall)
-        for first, part in rows.by_first():
+        for first, data in rows.by_first():
             for number in range(first, first + rows.schema.runs):
                 if number in by_run:
-                    rows.add_to(by_run[number], part, number - first)
+                    rows.add_to(by_run[number], data, number - first)
     return by_run
 
 
@@ -101,27 +103,32 @@ class _Rows:
         valid = [schema.valid] if schema.valid else []
         wall = [WALL] if with_wall else []
         columns = [RUN, *wall, *schema.steps, *valid, *[c for key in self.of_key.values() for c in key.columns]]
-        self.data: dict[Column, Array] = dict(zip(columns, segment.read(columns, parts), strict=True))
-        self.count = sum(stop - start for _, start, stop in parts)
+        self.data: Data = dict(zip(columns, segment.read(columns, parts), strict=True))
+        self.kinds: dict[str, Any] = {}
 
-    def by_first(self) -> list[tuple[int, slice]]:
-        """Sort the rows by run; return the first run of each kind of row, and where such rows are."""
+    def by_first(self) -> list[tuple[int, Data]]:
+        """Return the first run of each kind of row, and the data of such rows, with the axis of runs in front."""
         runs = self.data[RUN]
         if (runs[1:] < runs[:-1]).any():
             order = np.argsort(runs, kind="stable")
             self.data = {column: x[order] for column, x in self.data.items()}
             runs = self.data[RUN]
         numbers, starts = np.unique(runs, return_index=True)
-        stops = [*starts[1:], len(runs)]
-        return [(n, slice(a, b)) for n, a, b in zip(numbers.tolist(), starts, stops, strict=False)] or [(0, slice(0))]
+        if not len(numbers):
+            return [(0, self.data)] if self.schema.runs == 1 else []
+        parts = map(slice, starts, [*starts[1:], len(runs)])
+        return [
+            # Copied, because the events of a run are far apart in a file.
+            (n, {c: np.moveaxis(x[part], 1, 0).copy() if c.runs else x[part] for c, x in self.data.items()})
+            for n, part in zip(numbers.tolist(), parts, strict=True)
+        ]
 
-    def add_to(self, chunks: Chunks, part: slice, lane: int) -> None:
+    def add_to(self, chunks: Chunks, data: Data, lane: int) -> None:
         """Add the events in these rows, for one of the runs that share them; it may have none of them."""
         column, valid, kept = self.schema.valid, None, slice(None)
 
         def pick(column: Column) -> Array:
-            x = self.data[column][part]
-            return (x[:, lane] if column.runs else x)[kept]
+            return (data[column][lane] if column.runs else data[column])[kept]
 
         if column is not None:
             happened = pick(column)
@@ -131,11 +138,15 @@ class _Rows:
             kept = slice(None) if some.all() else some
             valid = Laned(happened[kept], column.lanes) if column.shape else None
         steps = {c.name: Laned(pick(c), c.lanes) for c in self.schema.steps}
-        wall = self.data[WALL][part][kept] if WALL in self.data else None
+        wall = data[WALL][kept] if WALL in data else None
         for key, (ordered, treedef, impls) in self.trees.items():
             values = [Laned(pick(c), c.lanes) for c in ordered]
             events = Bundle(values, steps, valid, (key,), (treedef,), False, self.site)
-            chunks.setdefault(key, []).append(Chunk(wall, events, impls, self.of_key[key].order))
+            chunk = Chunk(wall, events, impls, self.of_key[key].order)
+            if key not in self.kinds:
+                self.kinds[key] = _form(chunk)
+            chunk.kind = self.kinds[key]
+            chunks.setdefault(key, []).append(chunk)
 
 
 # --- putting chunks together ---
@@ -150,17 +161,21 @@ def in_order(chunks: list[Chunk]) -> Chunk:
     if (whole.wall[1:] >= whole.wall[:-1]).all():
         return whole
     order = np.argsort(whole.wall, kind="stable")
-    return Chunk(whole.wall[order], jax.tree.map(lambda x: x[order], whole.events), whole.impls)
+    return Chunk(whole.wall[order], jax.tree.map(lambda x: x[order], whole.events), whole.impls, kind=whole.kind)
 
 
 def join(chunks: list[Chunk]) -> Chunk:
     """Concatenate events that fit together."""
     if len(chunks) == 1:
         return chunks[0]
-    events = _bundle.concatenate([chunk.events for chunk in chunks])
+    kind = chunks[0].kind
+    if kind is not None and all(chunk.kind is kind for chunk in chunks):  # nothing to check or to convert
+        events = jax.tree.map(lambda *parts: np.concatenate(parts), *[chunk.events for chunk in chunks])
+    else:
+        events, kind = _bundle.concatenate([chunk.events for chunk in chunks]), None
     walls = [chunk.wall for chunk in chunks]
     wall = None if any(w is None for w in walls) else np.concatenate(walls)  # type: ignore[arg-type]
-    return Chunk(wall, events, chunks[0].impls)
+    return Chunk(wall, events, chunks[0].impls, kind=kind)
 
 
 def apart(chunks: list[Chunk]) -> list[list[Chunk]]:
@@ -168,7 +183,7 @@ def apart(chunks: list[Chunk]) -> list[list[Chunk]]:
     kinds: list[list[Chunk]] = []
     models: list[dict[Any, Chunk]] = []  # of each kind, one chunk of each form: a thousand runs are mostly alike
     for chunk in chunks:
-        form = _form(chunk)
+        form = chunk.kind or _form(chunk)
         fitting = (n for n, m in enumerate(models) if form in m or all(_fit(chunk, model) for model in m.values()))
         n = next(fitting, len(kinds))
         if n == len(kinds):
