@@ -278,12 +278,12 @@ class WaitingTime:
     """Adds up the time that callbacks, and so the program, wait for a logger."""
 
     def __init__(self, logger: lox.Logger):
-        self.seconds, self._receive = 0.0, logger._pipeline.receive_tap
-        logger._pipeline.receive_tap = self._timed  # type: ignore[method-assign]
+        self.seconds, self._receive = 0.0, logger._pipeline.receive
+        logger._pipeline.receive = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, logs: Any) -> None:
+    def _timed(self, packet: Any) -> None:
         start = time.perf_counter()
-        self._receive(logs)
+        self._receive(packet)
         self.seconds += time.perf_counter() - start
 
 

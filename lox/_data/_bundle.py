@@ -129,7 +129,10 @@ class Bundle:
 
     def even(self) -> "Bundle":
         """The same events with flags for the same vmaps and devices in all arrays."""
-        depth = max(map(len, _flags(self)))
+        depths = {len(flags) for flags in _flags(self)}
+        if len(depths) <= 1:
+            return self
+        depth = max(depths)
         return jax.tree.map(lambda x: Laned(x.tree, _lanes.with_depth(x.flags, depth)), self, is_leaf=_lanes.is_laned)
 
     def expanded(self, axis: int = 0) -> "Bundle":
@@ -171,15 +174,6 @@ def gather(bundles: Sequence[Bundle]) -> list[Bundle]:
         return [*bundles]
     groups = together(enumerate(bundles))
     return [concatenate([b.only(keys) for b in bundles if keys[0] in b.keys]) for keys in groups]
-
-
-def side_by_side(bundles: Sequence[Bundle]) -> Bundle:
-    """One bundle of several that have the same steps and `valid`."""
-    if len(bundles) == 1:
-        return bundles[0]
-    values, keys = [x for b in bundles for x in b.values], tuple(key for b in bundles for key in b.keys)
-    treedefs = tuple(treedef for b in bundles for treedef in b.treedefs)
-    return dataclasses.replace(bundles[0], values=values, keys=keys, treedefs=treedefs)
 
 
 def check_fit(first: Bundle, other: Bundle, key: str, lead: int | None = None) -> None:

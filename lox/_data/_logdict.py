@@ -319,23 +319,43 @@ class logdict(dict[str, Any]):
 
         `prepare` is applied to the arrays as they are.
         """
-        groups: dict[Any, list[Bundle]] = {}
-        for key in self:
-            outer, bundle = self._outer(key), prepare(self._to_bundle(key))
-            depth = max([len(x.flags) for x in jax.tree.leaves(bundle, is_leaf=_lanes.is_laned)], default=0)
+        groups: dict[Any, list[tuple[str, Any, list[Any], Layout]]] = {}
+        for key, value in self.items():
+            layout = self._layouts.get(key) or self._layout(key)
+            leaves, treedef = jax.tree.flatten(value)
+            shared = (*[(n, id(x[key])) for n, x in self.steps.items() if key in x], id(self._valid.get(key)))
+            outer = self._outer(key)
+            count = np.shape(leaves[0])[outer] if layout.events and leaves else 1
+            depth = max(map(len, layout.flags), default=0)
+            form = (layout.events, outer, count, depth, layout.step_flags, layout.valid_flags, *shared)
+            groups.setdefault(form, []).append((key, treedef, leaves, layout))
+        return [self._to_one_bundle(group, form[1], prepare) for form, group in groups.items()]
 
-            def inner(x: Laned, outer: int = outer, depth: int = depth, single: bool = bundle.single) -> Laned:
-                flags = (True,) * outer + (x.flags or (False,) * depth)
-                return Laned(
-                    x.tree if single or not outer else _arrays.numpy_for(x.tree).moveaxis(x.tree, outer, 0), flags
-                )
+    def _to_one_bundle(self, group: list[Any], outer: int, prepare: Callable[[Bundle], Bundle]) -> Bundle:
+        first, layout = group[0][0], group[0][3]
+        step_flags = dict(layout.step_flags)
+        array = lambda x: np.asarray(x) if np.isscalar(x) else x  # noqa: E731
+        valid = self._valid.get(first)
+        steps = {n: (x[first], step_flags.get(n, ())) for n, x in self.steps.items() if first in x}
+        bundle = prepare(
+            Bundle(
+                values=[Laned(array(x), f) for _, _, xs, at in group for x, f in zip(xs, at.flags, strict=True)],
+                steps={name: Laned(array(x), flags) for name, (x, flags) in steps.items()},
+                valid=None if valid is None else Laned(valid, layout.valid_flags),
+                keys=tuple(key for key, *_ in group),
+                treedefs=tuple(treedef for _, treedef, *_ in group),
+                single=not layout.events,
+                site=Site("an unknown line"),
+            )
+        ).even()
+        if not outer:
+            return bundle
 
-            shared = [*bundle.steps.items(), ("", bundle.valid)]
-            same = [(name, x and (x.flags, _identity(x.tree))) for name, x in shared]
-            form = (bundle.single, bundle.count(outer), outer, *same)
-            bundle = jax.tree.map(inner, bundle, is_leaf=_lanes.is_laned)
-            groups.setdefault(form, []).append(bundle)
-        return [_bundle.side_by_side(group) for group in groups.values()]
+        def inside(x: Laned) -> Laned:
+            tree = x.tree if bundle.single else _arrays.numpy_for(x.tree).moveaxis(x.tree, outer, 0)
+            return Laned(tree, (*[True] * outer, *x.flags))
+
+        return jax.tree.map(inside, bundle, is_leaf=_lanes.is_laned)
 
     def _set_bundle(self, bundle: Bundle, outer: int = 0, keys: Iterable[str] | None = None) -> None:
         """Take over the events of a bundle, or of some of its keys; `outer` axes of vmaps precede the events."""
@@ -597,11 +617,6 @@ for _name in (
     *("clear", "get", "items", "pop", "popitem", "setdefault", "update", "values"),
 ):
     setattr(logdict, _name, _settling(_name))
-
-
-def _identity(x: Any) -> Any:
-    """What two arrays of steps must have in common to be the same: small ones may have been copied."""
-    return (x.dtype, x.shape, x.tobytes()) if isinstance(x, np.ndarray) else id(x)
 
 
 def warn_of_dropped(counts: Mapping[str, Any], warn: Callable[[str], None] = _sites.warn) -> None:

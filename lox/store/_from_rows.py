@@ -50,7 +50,8 @@ def of_run(group: Group, run: int, select: Select, since: dict[SegmentReader, in
         parts = segment.batches_with(run, start)
         # A key without events is known to belong to a run only if that is the only one.
         if parts or alone:
-            rows = _Rows(segment, parts, keys, with_wall)
+            assert segment.schema is not None
+            rows = _Rows(segment, parts, keys, with_wall, with_runs=segment.schema.runs > 1)
             for first, data in rows.by_first():
                 rows.add_to(chunks, data, run - first)
     return chunks
@@ -66,7 +67,7 @@ def of_all_runs(group: Group, select: Select, since: dict[SegmentReader, int] | 
         parts = segment.all_batches((since or {}).get(segment, 0))
         if not parts:
             continue
-        rows = _Rows(segment, parts, keys, with_wall)
+        rows = _Rows(segment, parts, keys, with_wall, with_runs=True)
         for first, data in rows.by_first():
             for number in range(first, first + rows.schema.runs):
                 if number in by_run:
@@ -88,7 +89,7 @@ def _segments(group: Group, select: Select) -> Iterable[tuple[SegmentReader, lis
 class _Rows:
     """Rows of a segment: the columns of some of its keys."""
 
-    def __init__(self, segment: SegmentReader, parts: Parts, keys: list[str], with_wall: bool):
+    def __init__(self, segment: SegmentReader, parts: Parts, keys: list[str], with_wall: bool, with_runs: bool):
         assert segment.schema is not None
         schema: Schema = segment.schema
         self.schema = schema
@@ -101,21 +102,24 @@ class _Rows:
             ordered = [key.columns[i] for i in order]
             self.trees[key.name] = (ordered, treedef, tuple(c.codec.impl for c in ordered))
         valid = [schema.valid] if schema.valid else []
-        wall = [WALL] if with_wall else []
-        columns = [RUN, *wall, *schema.steps, *valid, *[c for key in self.of_key.values() for c in key.columns]]
+        first = [RUN] * with_runs + [WALL] * with_wall
+        columns = [*first, *schema.steps, *valid, *[c for key in self.of_key.values() for c in key.columns]]
         self.data: Data = dict(zip(columns, segment.read(columns, parts), strict=True))
         self.kinds: dict[str, Any] = {}
 
     def by_first(self) -> list[tuple[int, Data]]:
-        """Return the first run of each kind of row, and the data of such rows, with the axis of runs in front."""
+        """Return the first run of each kind of row, and the data of such rows, with the axis of runs in front.
+
+        If the runs were not read, because each row is for the same one, the first run does not matter.
+        """
+        if RUN not in self.data:
+            return [(0, self.data)]
         runs = self.data[RUN]
         if (runs[1:] < runs[:-1]).any():
             order = np.argsort(runs, kind="stable")
             self.data = {column: x[order] for column, x in self.data.items()}
             runs = self.data[RUN]
         numbers, starts = np.unique(runs, return_index=True)
-        if not len(numbers):
-            return [(0, self.data)] if self.schema.runs == 1 else []
         parts = map(slice, starts, [*starts[1:], len(runs)])
         return [
             # Copied, because the events of a run are far apart in a file.
