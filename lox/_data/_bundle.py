@@ -211,7 +211,8 @@ def check_fit_all(models: Models, bundle: Bundle, lead: int | None = None) -> No
 
 
 def _flags(bundle: Bundle) -> list[_lanes.Flags]:
-    return [x.flags for x in jax.tree.leaves(bundle, is_leaf=_lanes.is_laned)]
+    shared = [*bundle.steps.values()] if bundle.valid is None else [*bundle.steps.values(), bundle.valid]
+    return [x.flags for x in (*bundle.values, *shared)]
 
 
 def _lanes_known(bundle: Bundle) -> int:
@@ -292,7 +293,7 @@ def unroll(bundle: Bundle, reverse: bool) -> Bundle:
 def by_run(bundle: Bundle, route: Laned) -> Bundle:
     """Make the lanes of runs, which may be several, the outermost lane."""
     run_axes, sizes = _axes.lanes(route.flags), dict(zip(_axes.lanes(route.flags), route.tree.shape, strict=True))
-    depth = max([len(route.flags), *[len(x.flags) for x in jax.tree.leaves(bundle, is_leaf=_lanes.is_laned)]])
+    depth = max([len(route.flags), *map(len, _flags(bundle))])
 
     def sort(x: Laned) -> Laned:
         flags = _lanes.with_depth(x.flags, depth)
@@ -305,7 +306,14 @@ def by_run(bundle: Bundle, route: Laned) -> Bundle:
         shape = (len(tree), math.prod(route.tree.shape), *tree.shape[1 + len(run_axes) :])
         return Laned(tree.reshape(shape), (True, *inner))
 
-    return jax.tree.map(sort, bundle, is_leaf=_lanes.is_laned)
+    if not run_axes:  # quicker, as it may be in a training loop
+        sort = lambda x: Laned(x.tree, (False, *_lanes.with_depth(x.flags, depth)))  # noqa: E731
+    return dataclasses.replace(
+        bundle,
+        values=[sort(x) for x in bundle.values],
+        steps={name: sort(x) for name, x in bundle.steps.items()},
+        valid=None if bundle.valid is None else sort(bundle.valid),
+    )
 
 
 def every(bundle: Bundle, interval: int, seen: int | Laned) -> tuple[Bundle, int | Laned]:

@@ -322,10 +322,11 @@ class logdict(dict[str, Any]):
         groups: dict[Any, list[tuple[str, Any, list[Any], Layout]]] = {}
         for key, value in self.items():
             layout = self._layouts.get(key) or self._layout(key)
-            leaves, treedef = jax.tree.flatten(value)
+            plain = type(value) is np.ndarray  # the most common case, which may be in a training loop
+            leaves, treedef = ([value], _SINGLE) if plain else jax.tree.flatten(value)
             shared = (*[(n, id(x[key])) for n, x in self.steps.items() if key in x], id(self._valid.get(key)))
-            outer = self._outer(key)
-            count = np.shape(leaves[0])[outer] if layout.events and leaves else 1
+            outer = value.ndim - layout.ndims[0] if plain else self._outer(key)
+            count = leaves[0].shape[outer] if layout.events and leaves else 1
             depth = max(map(len, layout.flags), default=0)
             form = (layout.events, outer, count, depth, layout.step_flags, layout.valid_flags, *shared)
             groups.setdefault(form, []).append((key, treedef, leaves, layout))
@@ -334,7 +335,7 @@ class logdict(dict[str, Any]):
     def _to_one_bundle(self, group: list[Any], outer: int, prepare: Callable[[Bundle], Bundle]) -> Bundle:
         first, layout = group[0][0], group[0][3]
         step_flags = dict(layout.step_flags)
-        array = lambda x: np.asarray(x) if np.isscalar(x) else x  # noqa: E731
+        array = lambda x: x if type(x) is np.ndarray or not np.isscalar(x) else np.asarray(x)  # noqa: E731
         valid = self._valid.get(first)
         steps = {n: (x[first], step_flags.get(n, ())) for n, x in self.steps.items() if first in x}
         bundle = prepare(
@@ -617,6 +618,9 @@ for _name in (
     *("clear", "get", "items", "pop", "popitem", "setdefault", "update", "values"),
 ):
     setattr(logdict, _name, _settling(_name))
+
+
+_SINGLE = jax.tree.structure(0)
 
 
 def warn_of_dropped(counts: Mapping[str, Any], warn: Callable[[str], None] = _sites.warn) -> None:

@@ -76,7 +76,7 @@ def as_words(bundle: Bundle) -> Bundle:
 
 
 def _has_prng_keys(x: Laned) -> bool:
-    return type(x.tree) is KeyData or is_prng_key(x.tree)
+    return type(x.tree) is not np.ndarray and (type(x.tree) is KeyData or is_prng_key(x.tree))
 
 
 def _node(x: Laned) -> PRNGKeyWords:

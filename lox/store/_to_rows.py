@@ -41,7 +41,8 @@ class Rows:
 
     def __init__(self) -> None:
         self._plans: dict[Any, _Plan] = {}
-        self._schemas: dict[Any, Schema] = {}
+        self._schemas: dict[Any, Schema] = {}  # by what they contain
+        self._schema_of: dict[tuple[int, ...], Schema] = {}  # by the identities of plans, which is quicker
         self._order: dict[str, int] = {}  # of keys, by when they were first seen
 
     def of_logs(self, runs: Any, logs: Mapping[str, Any]) -> list[Piece]:
@@ -95,6 +96,7 @@ class Rows:
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
+                self._schema_of.clear()
             plan = self._plans[signature] = _Plan(bundle, width)
             for key in bundle.keys:
                 self._order.setdefault(key, len(self._order))
@@ -102,18 +104,26 @@ class Rows:
 
     def _schema(self, plans: list["_Plan"], width: int) -> Schema:
         """Return one schema, and so use one segment, for bundles that differ only in the number of events or runs."""
-        static = (width, *[(plan.keys, plan.steps, plan.valid) for plan in plans])
-        if static not in self._schemas:
-            if len(self._schemas) >= _MAX_PLANS:
-                self._schemas.clear()
-            keys = tuple(Key(*key, self._order[key[0]]) for plan in plans for key in plan.keys)
-            self._schemas[static] = Schema(plans[0].steps, plans[0].valid, keys, width)
-        return self._schemas[static]
+        known = tuple([id(plan) for plan in plans])
+        if known not in self._schema_of:
+            static = (width, *[(plan.keys, plan.steps, plan.valid) for plan in plans])
+            if static not in self._schemas:
+                if len(self._schemas) >= _MAX_PLANS:
+                    self._schemas.clear()
+                keys = tuple(Key(*key, self._order[key[0]]) for plan in plans for key in plan.keys)
+                self._schemas[static] = Schema(plans[0].steps, plans[0].valid, keys, width)
+            if len(self._schema_of) >= _MAX_PLANS:
+                self._schema_of.clear()
+            self._schema_of[known] = self._schemas[static]
+        return self._schema_of[known]
 
 
 def _on_host(bundle: Bundle) -> Bundle:
     """Make sure that all arrays are NumPy's and can be stored."""
     bundle = as_words(bundle)
+    arrays = [x.tree for x in (*bundle.values, *bundle.steps.values())]
+    if all([type(x) is np.ndarray and x.dtype.isnative and x.dtype != object for x in arrays]):
+        return bundle
     return jax.tree.map(lambda x: Laned(_as_array(x.tree, bundle.keys[0]), x.flags), bundle, is_leaf=is_laned)
 
 
@@ -129,13 +139,13 @@ def _check(bundle: Bundle, runs: tuple[int, ...]) -> None:
     for key in bundle.keys:
         if not isinstance(key, str):
             raise _errors.LogTypeError(f"{key!r} is not a key: keys are strings.")
-    arrays = jax.tree.leaves(bundle, is_leaf=is_laned)
+    arrays = [*bundle.values, *bundle.steps.values(), *([] if bundle.valid is None else [bundle.valid])]
     counts = sorted({x.tree.shape[0] for x in arrays})
     if len(counts) > 1:
         raise _errors.MismatchError(
             f"the arrays, steps and `valid` of {bundle.keys[0]!r} have different numbers of events: {counts}."
         )
-    for x in arrays:
+    for x in arrays if runs else ():
         lanes = iter(x.tree.shape[1:])
         have = [next(lanes) if flag else None for flag in x.flags[: len(runs)]]
         if any(size not in (None, wanted) for size, wanted in zip(have, runs, strict=False)):
