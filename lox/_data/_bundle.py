@@ -306,14 +306,7 @@ def by_run(bundle: Bundle, route: Laned) -> Bundle:
         shape = (len(tree), math.prod(route.tree.shape), *tree.shape[1 + len(run_axes) :])
         return Laned(tree.reshape(shape), (True, *inner))
 
-    if not run_axes:  # quicker, as it may be in a training loop
-        sort = lambda x: Laned(x.tree, (False, *_lanes.with_depth(x.flags, depth)))  # noqa: E731
-    return dataclasses.replace(
-        bundle,
-        values=[sort(x) for x in bundle.values],
-        steps={name: sort(x) for name, x in bundle.steps.items()},
-        valid=None if bundle.valid is None else sort(bundle.valid),
-    )
+    return jax.tree.map(sort, bundle, is_leaf=_lanes.is_laned)
 
 
 def every(bundle: Bundle, interval: int, seen: int | Laned) -> tuple[Bundle, int | Laned]:

@@ -314,47 +314,52 @@ class logdict(dict[str, Any]):
             site=Site("an unknown line"),
         )
 
-    def to_bundles(self, prepare: Callable[[Bundle], Bundle] = lambda bundle: bundle) -> list[Bundle]:
+    def to_bundles(self, prepare: Callable[[Bundle], Bundle] = lambda bundle: bundle, lead: Flags = ()) -> list[Bundle]:
         """The events of all keys, together as far as they share their steps; axes of outer vmaps are lanes.
 
-        `prepare` is applied to the arrays as they are.
+        `prepare` is applied to the arrays as they are. `lead` are flags of lanes further out, which none of them has.
         """
-        groups: dict[Any, list[tuple[str, Any, list[Any], Layout]]] = {}
+        groups: dict[Any, list[Any]] = {}
+        names = list(self.steps.items())
         for key, value in self.items():
             layout = self._layouts.get(key) or self._layout(key)
-            plain = type(value) is np.ndarray  # the most common case, which may be in a training loop
-            leaves, treedef = ([value], _SINGLE) if plain else jax.tree.flatten(value)
-            shared = (*[(n, id(x[key])) for n, x in self.steps.items() if key in x], id(self._valid.get(key)))
-            outer = value.ndim - layout.ndims[0] if plain else self._outer(key)
+            if type(value) is np.ndarray:  # the most common case, which may be in a training loop
+                leaves, treedef, outer = [value], _SINGLE, value.ndim - layout.ndims[0]
+            else:
+                leaves, treedef = jax.tree.flatten(value)
+                outer = self._outer(key)
+            shared = (*[(n, id(x[key])) for n, x in names if key in x], id(self._valid.get(key)))
             count = leaves[0].shape[outer] if layout.events and leaves else 1
-            depth = max(map(len, layout.flags), default=0)
-            form = (layout.events, outer, count, depth, layout.step_flags, layout.valid_flags, *shared)
+            depth = max([len(flags) for flags in layout.flags], default=0)
+            form = (layout.events, outer, count, depth, layout.step_flags, layout.valid_flags, shared)
             groups.setdefault(form, []).append((key, treedef, leaves, layout))
-        return [self._to_one_bundle(group, form[1], prepare) for form, group in groups.items()]
+        return [self._to_one_bundle(group, form[1], form[3], prepare, lead) for form, group in groups.items()]
 
-    def _to_one_bundle(self, group: list[Any], outer: int, prepare: Callable[[Bundle], Bundle]) -> Bundle:
-        first, layout = group[0][0], group[0][3]
-        step_flags = dict(layout.step_flags)
-        array = lambda x: x if type(x) is np.ndarray or not np.isscalar(x) else np.asarray(x)  # noqa: E731
-        valid = self._valid.get(first)
-        steps = {n: (x[first], step_flags.get(n, ())) for n, x in self.steps.items() if first in x}
+    def _to_one_bundle(self, group: list[Any], outer: int, depth: int, prepare: Any, lead: Flags) -> Bundle:
+        first, _, _, layout = group[0]
+        step_flags, valid = dict(layout.step_flags), self._valid.get(first)
+
+        def laned(x: Any, flags: Flags) -> Laned:
+            x = x if type(x) is np.ndarray or not np.isscalar(x) else np.asarray(x)
+            return Laned(x, (*lead, *(flags if len(flags) == depth else _lanes.with_depth(flags, depth))))
+
         bundle = prepare(
             Bundle(
-                values=[Laned(array(x), f) for _, _, xs, at in group for x, f in zip(xs, at.flags, strict=True)],
-                steps={name: Laned(array(x), flags) for name, (x, flags) in steps.items()},
-                valid=None if valid is None else Laned(valid, layout.valid_flags),
-                keys=tuple(key for key, *_ in group),
-                treedefs=tuple(treedef for _, treedef, *_ in group),
+                values=[laned(x, f) for _, _, xs, at in group for x, f in zip(xs, at.flags, strict=True)],
+                steps={n: laned(x[first], step_flags.get(n, ())) for n, x in self.steps.items() if first in x},
+                valid=None if valid is None else laned(valid, layout.valid_flags),
+                keys=tuple([key for key, *_ in group]),
+                treedefs=tuple([treedef for _, treedef, *_ in group]),
                 single=not layout.events,
                 site=Site("an unknown line"),
             )
-        ).even()
+        )
         if not outer:
             return bundle
 
         def inside(x: Laned) -> Laned:
             tree = x.tree if bundle.single else _arrays.numpy_for(x.tree).moveaxis(x.tree, outer, 0)
-            return Laned(tree, (*[True] * outer, *x.flags))
+            return Laned(tree, (*lead, *[True] * outer, *x.flags[len(lead) :]))
 
         return jax.tree.map(inside, bundle, is_leaf=_lanes.is_laned)
 

@@ -51,12 +51,12 @@ class Rows:
         logs = logs if isinstance(logs, logdict) else logdict(logs)
         for key in logs:
             self._order.setdefault(key, len(self._order))
-        route = Laned(runs, (True,) * runs.ndim)
-        bundles = []
-        for bundle in logs.to_bundles(_on_host):
-            bundle = bundle.expanded()
+        bundles = [bundle.expanded() for bundle in logs.to_bundles(_on_host, () if runs.ndim else (False,))]
+        for bundle in bundles:
             _check(bundle, runs.shape)
-            bundles.append(by_run(bundle, route))
+        if runs.ndim:
+            route = Laned(runs, (True,) * runs.ndim)
+            bundles = [by_run(bundle, route) for bundle in bundles]
         return self.of(runs.reshape(-1), bundles)
 
     def of(self, runs: Array, bundles: Sequence[Bundle]) -> list[Piece]:
