@@ -147,3 +147,10 @@ def test_several_devices() -> None:
 def test_a_callback_has_to_be_callable() -> None:
     with pytest.raises(lox.LogTypeError, match="`callback` is 3; it must be a function of an error"):
         lox.watch(squares, callback=3)  # type: ignore[arg-type]
+
+
+def test_a_value_that_is_the_same_in_all_lanes() -> None:
+    with pytest.raises(lox.NonFiniteError) as info:
+        jax.vmap(lambda x: (lox.watch(lambda: lox.log({"nan": jnp.nan}))(), x)[1])(jnp.arange(3.0))
+    assert info.value.lane == ()
+    assert str(info.value).splitlines()[0] == "'nan' is NaN."

@@ -15,8 +15,7 @@ import numpy as np
 
 from lox import _errors
 from lox._data import _lanes
-from lox._data._lanes import Laned
-from lox._data._logdict import logdict
+from lox._data._lanes import Laned, pick
 from lox._engine import _emit, _trace
 from lox._engine._emit import Packet
 from lox._engine._event import Event, Meta
@@ -37,38 +36,21 @@ class Report(HostFunction):
     def __call__(self, packet: Packet, token: int = 0) -> None:
         """Take the event."""
         del token
-        logs, site = packet.logs(), str(packet.content().bundles[0].site)
-        lane = _first_lane(logs)
-        for key in logs:
-            layout = logs._layout(key)
-            leaves, _ = jax.tree_util.tree_flatten_with_path(logs[key])
-            for (tree_path, leaf), flags in zip(leaves, layout.flags, strict=True):
-                value = leaf[_index(flags, lane)]
+        (event,) = packet.content().bundles
+        event = event.even()
+        assert event.valid is not None  # which says where it failed
+        failed = iter(np.argwhere(event.valid.tree)[0])
+        lane = tuple(int(next(failed)) if flag else 0 for flag in event.valid.flags)  # the first, outermost vmap first
+        named = lane if any(event.valid.flags) else ()
+        for key in event.keys:
+            value = jax.tree.unflatten(event.treedef(key), [pick(x, lane) for x in event.leaves(key)])
+            for tree_path, x in jax.tree_util.tree_leaves_with_path(value):
                 # As complex numbers, which all of them fit into.
-                if jnp.issubdtype(value.dtype, jnp.inexact) and not np.isfinite(value.astype(np.complex128)).all():
-                    step_flags = dict(layout.step_flags)
-                    steps = {
-                        name: by_key[key][_index(step_flags.get(name, ()), lane)].item()
-                        for name, by_key in logs.steps.items()
-                        if key in by_key
-                    }
+                if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x.astype(np.complex128)).all():
+                    steps = {name: pick(step, lane).item() for name, step in event.steps.items()}
                     leaf_name = jax.tree_util.keystr(tree_path)
-                    self.callback(NonFiniteError(key, leaf_name, value, steps, lane, site))
+                    self.callback(NonFiniteError(key, leaf_name, x, steps, named, str(event.site)))
                     return
-
-
-def _first_lane(logs: logdict) -> tuple[int, ...]:
-    """The first lane that failed, outermost vmap first; empty if there are no lanes."""
-    valid = next(iter(logs.valid.values()), None)
-    if valid is None:
-        return ()
-    flags = logs._layout(next(iter(logs))).valid_flags
-    index = iter(np.argwhere(valid)[0])
-    return tuple(int(next(index)) if flag else 0 for flag in flags)
-
-
-def _index(flags: Any, lane: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(i for i, flag in zip(lane, flags, strict=False) if flag)
 
 
 @dataclasses.dataclass(frozen=True)
