@@ -154,3 +154,19 @@ def test_a_value_that_is_the_same_in_all_lanes() -> None:
         jax.vmap(lambda x: (lox.watch(lambda: lox.log({"nan": jnp.nan}))(), x)[1])(jnp.arange(3.0))
     assert info.value.lane == ()
     assert str(info.value).splitlines()[0] == "'nan' is NaN."
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_two_lines_with_the_same_key(wrap: Any) -> None:
+    """The error names the line that failed, though both log the same key, of the same type."""
+
+    def f(x: Any) -> None:
+        lox.log({"x": x})
+        lox.log({"x": jnp.log(-x)})
+
+    for number in range(2):  # the first line fails, then the second
+        with pytest.raises(lox.NonFiniteError) as info:
+            lox.watch(wrap(f))(jnp.float32([jnp.inf, 1.0][number]))
+        assert info.value.site.endswith(
+            f":{f.__code__.co_firstlineno + 1 + number} (test_two_lines_with_the_same_key.f)"
+        )

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 
 from lox import _compat, _errors
 from lox._data import _arrays
-from lox._data._bundle import Bundle
+from lox._data._bundle import Bundle, Keys
 from lox._data._lanes import Laned, is_laned, unnamed
 from lox._data._logdict import Layout, logdict
 
@@ -67,7 +67,7 @@ def emit(
     content = Content(bundles, route, {key: Laned(x) for key, x in (dropped or {}).items()})
     operands, treedef = jax.tree.flatten(content)
     operands = [jax.random.key_data(x) if _arrays.is_prng_key(x.dtype) else x for x in operands]
-    form = Form(treedef, signal, frozenset(at_once))
+    form = Form(treedef, signal, frozenset(at_once), tuple([(b.keys, str(b.site)) for b in bundles]))
     if _compat.is_evaluating():
         # Outside of programs NumPy arrays stay as they are: JAX would convert int64 to int32.
         return _impl(np.int32(0) if token is None else token, *operands, deliver=deliver, form=form)[0]
@@ -137,14 +137,11 @@ class Form:
     treedef: Any  # of its content
     signal: str | None
     at_once: frozenset[str]
+    origin: tuple[tuple[Keys, str], ...]  # keys and lines: in the structure, all lines are equal
 
     def content(self, operands: Iterable[Any]) -> Content:
         """The content with these arrays."""
         return jax.tree.unflatten(self.treedef, operands)
-
-    def origin(self) -> Any:
-        """The logs that the events come from."""
-        return tuple((bundle.keys, str(bundle.site)) for bundle in self.content([0] * self.treedef.num_leaves).bundles)
 
     def _with(self, content: Content) -> tuple[list[Any], "Form"]:
         operands, treedef = jax.tree.flatten(content)

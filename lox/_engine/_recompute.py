@@ -34,7 +34,7 @@ def _identity(primitive: Any, params: dict[str, Any]) -> Identity | None:
     """What two executions of one log have in common; None if the primitive is neither a log nor its host call."""
     if primitive is log_p:
         return _identity_of(params["meta"])
-    return (params["deliver"], params["form"].origin()) if primitive is _emit.emit_p else None
+    return (params["deliver"], params["form"].origin) if primitive is _emit.emit_p else None
 
 
 def _identity_of(meta: Meta) -> Identity:
