@@ -745,6 +745,25 @@ def test_prng_keys_and_integers_of_few_bits(tmp_path, jit, options):
         assert (str(logs["i"].dtype), logs["i"].tolist()) == ("int4", wrap(small))
 
 
+@pytest.mark.parametrize("options", [{}, {"buffer": 3}])
+def test_a_key_that_looks_like_a_leaf_of_another(tmp_path, options):
+    """Both have a column, also if they are logged by different lines with the same steps."""
+
+    def f(x):
+        def step(c, i):
+            lox.log({"stats": {"mean": c}}, step=i)
+            lox.log({"stats['mean']": -c}, step=i)
+            return c + 1, None
+
+        return jax.lax.scan(step, x, jnp.arange(3))[0]
+
+    with CsvLogger(tmp_path) as logger:
+        logger.tap(f, logger.init(jax.random.key(0)), **options)(1.0)
+    _, *rows = csv.reader((tmp_path / "0.csv").read_text().splitlines())
+    values = [float(cell) for row in rows for cell in row[1:] if cell]
+    assert sorted(values) == [-3, -2, -1, 1, 2, 3]
+
+
 # --- what crosses to the host ---
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from lox._data._bundle import Bundle
 from lox._data._histogram import Histogram
 from lox._data._image import Image
-from lox.loggers._files._rows import leaf_by_leaf
+from lox.loggers._files._rows import leaves
 from lox.loggers._run import Run
 from lox.store._prng_keys import words_only
 
@@ -110,10 +110,8 @@ class Board:
         with self._lock:
             before, now = self._events, time.monotonic() if now is None else now
             ids = [run.id for run in runs]
-            for bundle in map(words_only, bundles):
-                valid = np.zeros((0, 0), bool)
-                for key, values in leaf_by_leaf(bundle).items():
-                    valid = self._update_key(ids, key, _in_numbers(values), bundle.valid and bundle.valid.tree)
+            for key, bundle, values in leaves([*map(words_only, bundles)]):
+                valid = self._update_key(ids, key, _in_numbers(values), bundle.valid and bundle.valid.tree)
                 for name, x in bundle.steps.items():
                     steps = x.tree.astype(np.float64).reshape(*valid.shape, -1).max(2)
                     _keep_last(self._steps.setdefault(name, {}), ids, steps, valid)

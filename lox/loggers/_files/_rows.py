@@ -5,7 +5,7 @@ that are logged together are in one row.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -40,23 +40,28 @@ def rows(bundles: Iterable[Bundle], picture: Picture, split: bool) -> Iterator[R
         steps = {name: plain(x.tree) for name, x in group[0].steps.items()}
         columns = {
             name: _column(value, bundle.valid and bundle.valid.tree, count, picture)
-            for bundle in group
-            for name, value in (leaf_by_leaf(bundle) if split else {k: bundle.value(k) for k in bundle.keys}).items()
+            for name, bundle, value in (leaves(group) if split else wholes(group))
         }
         for event in range(count):
             yield {name: x[event] for name, x in steps.items()}, {key: x[event] for key, x in columns.items()}
 
 
-def leaf_by_leaf(bundle: Bundle) -> dict[str, Any]:
-    """Give every leaf of a pytree a name of its own: `stats['mean']`. Histograms and pictures are leaves."""
-    leaves: dict[str, Any] = {}
-    for key in bundle.keys:
-        for tree_path, leaf in jax.tree_util.tree_leaves_with_path(bundle.value(key), is_leaf=is_shown_whole):
+def wholes(bundles: Sequence[Bundle]) -> Iterator[tuple[str, Bundle, Any]]:
+    """Yield every key with its bundle and value."""
+    return ((key, bundle, bundle.value(key)) for bundle in bundles for key in bundle.keys)
+
+
+def leaves(bundles: Sequence[Bundle]) -> Iterator[tuple[str, Bundle, Any]]:
+    """Yield every leaf of every value with a name of its own: `stats['mean']`. Histograms and pictures are leaves."""
+    keys = {key for bundle in bundles for key in bundle.keys}
+    taken: set[str] = set()
+    for key, bundle, value in wholes(bundles):
+        for tree_path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_shown_whole):
             name = key + jax.tree_util.keystr(tree_path)
-            while name in leaves or (tree_path and name in bundle.keys):  # another key looks like this leaf
+            while name in taken or (tree_path and name in keys):  # another key looks like this leaf
                 name += " [leaf]"
-            leaves[name] = leaf
-    return leaves
+            taken.add(name)
+            yield name, bundle, leaf
 
 
 def _column(value: Any, valid: np.ndarray | None, count: int, picture: Picture) -> list[Any]:
