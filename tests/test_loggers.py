@@ -764,6 +764,41 @@ def test_a_key_that_looks_like_a_leaf_of_another(tmp_path, options):
     assert sorted(values) == [-3, -2, -1, 1, 2, 3]
 
 
+@pytest.mark.parametrize("hook", ["write", "write_lanes"])
+@pytest.mark.parametrize("kind", [CsvLogger, JsonlLogger, lox.SaveLogger])
+@pytest.mark.parametrize("how", ["tap", "spool", "log"])
+def test_a_subclass_of_a_logger_sees_its_logs(tmp_path, kind, hook, how):
+    """Whichever of the two it implements; what it hands on is written as without it, PRNG keys included."""
+    seen = []
+
+    def implemented(self, runs, logs):
+        seen.append((len(runs) if isinstance(runs, list) else 1, sorted(logs)))
+        getattr(kind, hook)(self, runs, logs)
+
+    def f(x):
+        lox.log({"x": x, "key": jax.random.key(3)}, step=2)
+
+    def use(logger):
+        with logger:
+            states = jax.vmap(logger.init)(jax.vmap(jax.random.key)(jnp.arange(2)))
+            if how == "log":
+                jax.vmap(lambda s, x: logger.log(s, {"x": x, "key": jax.random.key(3)}, step=2))(states, jnp.arange(2))
+            else:
+                jax.vmap(lambda s, x: getattr(logger, how)(f, s)(x))(states, jnp.arange(2))
+
+    use(type("Seeing", (kind,), {hook: implemented})(tmp_path / "seen"))
+    use(kind(tmp_path / "plain"))
+    assert seen == ([(2, ["key", "x"])] if hook == "write_lanes" else [(1, ["key", "x"])] * 2)
+    if kind is lox.SaveLogger:
+        for logs in (seen_logs := [lox.load(tmp_path / name).stack() for name in ("seen", "plain")]):
+            assert jnp.issubdtype(logs["key"].dtype, jax.dtypes.prng_key)
+            logs["key"] = jax.random.key_data(logs["key"])
+        same(dict(seen_logs[0]), dict(seen_logs[1]))
+    else:
+        files = [sorted((tmp_path / name).iterdir()) for name in ("seen", "plain")]
+        assert [f.read_text() for f in files[0]] == [f.read_text() for f in files[1]]
+
+
 # --- what crosses to the host ---
 
 

@@ -17,7 +17,6 @@ from lox._data._bundle import Bundle, by_run
 from lox._data._lanes import Laned, is_laned
 from lox._data._logdict import logdict
 from lox._engine._emit import Packet
-from lox.store._prng_keys import words_only
 
 Rename = Callable[[np.ndarray], np.ndarray]
 
@@ -85,22 +84,23 @@ class Batch:
             dataclasses.replace(b, valid=None) if b.valid is not None and b.valid.tree.all() else b for b in bundles
         ]
 
-    def logs(self) -> logdict:
-        """The events as `write_lanes` takes them."""
-        return logs_of(self.run_first(), outer=1)
-
     @classmethod
     def of(cls, logs: logdict) -> "Batch":
-        """The inverse of `logs`."""
+        """The events of logs in which the run is the first axis of every array."""
         bundles = logs.to_bundles()
         return cls(np.arange(bundles[0].values[0].tree.shape[1] if bundles else 0), bundles)
 
+    @classmethod
+    def of_run(cls, logs: logdict) -> "Batch":
+        """The events of the logs of one run."""
+        return cls(np.zeros(1, int), logs.to_bundles(lead=(False,)))
 
-def logs_of(bundles: Iterable[Bundle], outer: int = 0) -> logdict:
+
+def logs_of(bundles: Iterable[Bundle], outer: int) -> logdict:
     """The events as methods of loggers take them; `outer` axes precede the events."""
     logs = logdict()
     for bundle in bundles:
-        logs._set_bundle(words_only(bundle), outer)
+        logs._set_bundle(bundle, outer)
     return logs
 
 

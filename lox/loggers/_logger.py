@@ -29,7 +29,7 @@ from lox.loggers._pipeline import Pipeline
 from lox.loggers._routing import RoutedStream
 from lox.loggers._run import ConfigPlan, LoggerState, Run, prng_key_words
 from lox.loggers._values import as_bundles
-from lox.store._prng_keys import as_words
+from lox.store._prng_keys import as_words, words_only
 
 
 class Logger:
@@ -61,6 +61,7 @@ class Logger:
 
     queue_size: int = 1024
     queue_bytes: int = 64 << 20
+    _keeps_prng_keys: bool = False  # in the logs it writes; other loggers get arrays of words
     _pipeline: Pipeline
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -84,7 +85,9 @@ class Logger:
                 program maps over something inside the run, these lanes come after the event axis, and `logs.valid`
                 may say which of them had the event. PRNG keys are arrays of their words.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement `write`.")
+        if type(self)._write_batch is Logger._write_batch:
+            raise NotImplementedError(f"{type(self).__name__} does not implement `write`.")
+        self._write_batch([run], Batch.of_run(logs))
 
     def write_lanes(self, runs: list[Run], logs: logdict) -> None:
         """Write events of several runs at once: every array has a lane axis, one lane per run, before the event axis.
@@ -92,10 +95,11 @@ class Logger:
         By default, this calls `write` for each run. `logs.valid`, of shape `(lane, event, ...)`, has the keys that not
         every lane logged.
         """
-        self._write_each(runs, Batch.of(logs), self._write_logs)
+        self._write_batch(runs, Batch.of(logs))
 
-    def _write_logs(self, run: Run, bundles: list[Bundle]) -> None:
-        self.write(run, logs_of(bundles))
+    def _write_batch(self, runs: list[Run], batch: Batch) -> None:
+        """Write events of several runs. Loggers that have no use for a logdict implement this."""
+        self._write_each(runs, batch, self._write_logs)
 
     def _write_each(self, runs: list[Run], batch: Batch, write: Callable[[Run, list[Bundle]], None]) -> None:
         for index, run in enumerate(runs):
@@ -104,12 +108,25 @@ class Logger:
                 with self._pipeline.isolated(f"writing {keys} of run {run.name!r}"):
                     write(run, bundles)
 
-    def _write_batch(self, runs: list[Run], batch: Batch) -> None:
-        """Write events of several runs. Loggers that have no use for a logdict override this."""
-        if getattr(self.write_lanes, "__func__", None) is Logger.write_lanes:
+    def _write_logs(self, run: Run, bundles: list[Bundle]) -> None:
+        self.write(run, self._logs(bundles))
+
+    def _logs(self, bundles: list[Bundle], outer: int = 0) -> logdict:
+        return logs_of(bundles if self._keeps_prng_keys else map(words_only, bundles), outer)
+
+    def _take(self, runs: list[Run], batch: Batch) -> None:
+        """Write events by what the most derived class implements: a subclass of any logger may want to see the logs."""
+        owners = [vars(self), *map(vars, type(self).__mro__)]
+        batches, lanes, one = (
+            next(n for n, owner in enumerate(owners) if name in owner)
+            for name in ("_write_batch", "write_lanes", "write")
+        )
+        if lanes < batches:
+            self.write_lanes(runs, self._logs(batch.run_first(), outer=1))
+        elif one < batches:
             self._write_each(runs, batch, self._write_logs)
         else:
-            self.write_lanes(runs, batch.logs())
+            self._write_batch(runs, batch)
 
     def open(self, run: Run) -> None:
         """Prepare for a new run. Errors reach the caller of `init`, unless that is a compiled program."""

@@ -200,7 +200,7 @@ class Pipeline:
         for part in batch.by_run() if len(batch.ids) else ():
             runs = [self.runs[number] for number in part.ids.tolist()]
             with self.isolated(f"writing {_errors.listing(key for b in part.bundles for key in b.keys)}"):
-                self.logger._write_batch(runs, part)
+                self.logger._take(runs, part)
 
     def _is_usable(self, number: int) -> bool:
         if number not in self.runs:

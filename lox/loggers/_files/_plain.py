@@ -15,7 +15,6 @@ import numpy as np
 from lox import _errors
 from lox._data._bundle import Bundle
 from lox._data._image import png
-from lox._data._logdict import logdict
 from lox.loggers._batch import Batch
 from lox.loggers._files._rows import Labels, rows, strict_json
 from lox.loggers._logger import Logger
@@ -102,13 +101,7 @@ class FileLogger(Logger):
             config = json.dumps(strict_json(run.config), indent=2)
             (self.path / f"{run.name}{self.suffix}.config.json").write_text(config + "\n", encoding="utf-8")
 
-    def write(self, run: Run, logs: logdict) -> None:
-        """Add events."""
-        self.add(run, logs.to_bundles())
-
     def _write_batch(self, runs: list[Run], batch: Batch) -> None:
-        if type(self).write is not FileLogger.write:  # of a class that wants to see the logs
-            return super()._write_batch(runs, batch)
         self._write_each(runs, batch, self.add)
 
     def add(self, run: Run, bundles: list[Bundle]) -> None:

@@ -52,6 +52,8 @@ class SaveLogger(Logger):
             `lox.RunExistsError`. In short, as for files: `"a"`, `"w"` and `"x"`.
     """
 
+    _keeps_prng_keys = True
+
     def __init__(self, path: str | os.PathLike[str], mode: str = "new"):
         self.path = folder(path)
         self.mode = _catalog.check_mode(mode)
