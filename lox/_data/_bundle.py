@@ -290,7 +290,7 @@ def unroll(bundle: Bundle, reverse: bool) -> Bundle:
     return dataclasses.replace(jax.tree.map(flat, bundle), single=False)
 
 
-def by_run(bundle: Bundle, route: Laned) -> Bundle:
+def runs_outermost(bundle: Bundle, route: Laned) -> Bundle:
     """Make the lanes of runs, which may be several, the outermost lane."""
     run_axes, sizes = _axes.lanes(route.flags), dict(zip(_axes.lanes(route.flags), route.tree.shape, strict=True))
     depth = max([len(route.flags), *map(len, _flags(bundle))])

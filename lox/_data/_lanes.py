@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from lox import _compat
 from lox._data import _axes
@@ -86,6 +87,11 @@ class Laned:
     def item_shape(self, lead: int = 0) -> tuple[int, ...]:
         """The shape of a single array without leading axes and lanes."""
         return tuple(self.tree.shape[lead + self.ndim :])
+
+
+def with_lane(x: Any, dim: int | None, flags: Flags, flag: Flag = True, lead: int = 0) -> Laned:
+    """An array in another, outermost vmap, which maps over its axis `dim`, if over any."""
+    return Laned(x if dim is None else jnp.moveaxis(x, dim, lead), (dim is not None and flag, *flags))
 
 
 def is_laned(x: Any) -> bool:

@@ -324,7 +324,7 @@ class logdict(dict[str, Any]):
         for key, value in self.items():
             layout = self._layouts.get(key) or self._layout(key)
             if type(value) is np.ndarray:  # the most common case, which may be in a training loop
-                leaves, treedef, outer = [value], _SINGLE, value.ndim - layout.ndims[0]
+                leaves, treedef, outer = [value], SINGLE, value.ndim - layout.ndims[0]
             else:
                 leaves, treedef = jax.tree.flatten(value)
                 outer = self._outer(key)
@@ -625,7 +625,7 @@ for _name in (
     setattr(logdict, _name, _settling(_name))
 
 
-_SINGLE = jax.tree.structure(0)
+SINGLE = jax.tree.structure(0)  # of a value that is one array
 
 
 def warn_of_dropped(counts: Mapping[str, Any], warn: Callable[[str], None] = _sites.warn) -> None:

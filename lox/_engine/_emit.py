@@ -23,8 +23,8 @@ from jax.interpreters import ad, batching, mlir
 from lox import _compat, _errors
 from lox._data import _arrays
 from lox._data._bundle import Bundle, Keys
-from lox._data._lanes import Laned, is_laned, unnamed
-from lox._data._logdict import Layout, logdict
+from lox._data._lanes import Laned, is_laned, unnamed, with_lane
+from lox._data._logdict import SINGLE, Layout, logdict
 
 # Takes the packet of one call, and the token: negative if events are unordered. May return another token.
 Deliver = Callable[["Packet", int], int | None]
@@ -153,8 +153,7 @@ class Form:
 
         def add_lane(x: Laned, lead: int = 0, depth: int = 0) -> Laned:
             array, dim = x.tree
-            array = array if dim is None else jnp.moveaxis(array, dim, lead)
-            return Laned(array, (dim is not None, *(x.flags or (False,) * depth)))
+            return with_lane(array, dim, x.flags or (False,) * depth, lead=lead)
 
         bundles = []
         for bundle in content.bundles:
@@ -180,33 +179,33 @@ class Form:
 class Packet:
     """What one call brings to the host: bundles of NumPy arrays, the route to their runs, and a signal."""
 
-    __slots__ = ("arrays", "reader")
+    __slots__ = ("arrays", "unpacker")
 
-    def __init__(self, reader: "Reader", arrays: list[np.ndarray]):
-        self.reader, self.arrays = reader, arrays
+    def __init__(self, unpacker: "Unpacker", arrays: list[np.ndarray]):
+        self.unpacker, self.arrays = unpacker, arrays
 
     @property
     def signal(self) -> str | None:
         """What it says beside its events."""
-        return self.reader.form.signal
+        return self.unpacker.form.signal
 
     @property
     def at_once(self) -> frozenset[str]:
         """The keys whose events must not wait for others."""
-        return self.reader.form.at_once
+        return self.unpacker.form.at_once
 
     def content(self) -> Content:
         """The events, the route to their runs, and what was dropped."""
-        return self.reader.form.content(self.arrays)
+        return self.unpacker.form.content(self.arrays)
 
     def route(self) -> np.ndarray:
         """The numbers of the runs."""
-        assert self.reader.route is not None
-        return self.arrays[self.reader.route]
+        assert self.unpacker.route is not None
+        return self.arrays[self.unpacker.route]
 
     def logs(self) -> logdict:
         """The events as users see them."""
-        return self.reader.logs(self.arrays)
+        return self.unpacker.logs(self.arrays)
 
 
 @dataclasses.dataclass
@@ -220,7 +219,7 @@ class _Part:
     layouts: dict[str, Layout]
 
 
-class Reader:
+class Unpacker:
     """Turns the arrays of packets of one form into logs.
 
     Everything static is computed once: a callback takes a few microseconds, and making bundles would take longer.
@@ -266,7 +265,7 @@ class Reader:
             if part.valid is not None and not arrays[part.valid].any():
                 continue
             for key, treedef, leaves in part.values:
-                value = arrays[leaves.start] if treedef == _SINGLE else jax.tree.unflatten(treedef, arrays[leaves])
+                value = arrays[leaves.start] if treedef == SINGLE else jax.tree.unflatten(treedef, arrays[leaves])
                 dict.__setitem__(logs, key, value)
                 layout = logs._layouts[key] = part.layouts[key]
                 if layout.valid_flags:
@@ -277,8 +276,7 @@ class Reader:
         return logs
 
 
-_SINGLE = jax.tree.structure(0)
-reader_of = functools.lru_cache(4096)(Reader)
+unpacker_of = functools.lru_cache(4096)(Unpacker)
 
 
 # --- the call ------------------------------------------------------------------------------------
@@ -318,13 +316,13 @@ def error_behind(raised: Exception) -> BaseException | None:
 
 
 def _host_call(deliver: Deliver, form: Form, ndims: Iterable[int]) -> Callable[..., tuple[Any]]:
-    reader = reader_of(form, tuple(ndims))
+    unpacker = unpacker_of(form, tuple(ndims))
 
     def call(token: Any, *operands: Any) -> tuple[Any]:
-        if reader.is_empty(operands):
+        if unpacker.is_empty(operands):
             return (token,)
         # Copied, as the runtime reuses its buffers after the call and the callback may keep its arrays.
-        packet = Packet(reader, [np.array(x) for x in operands])
+        packet = Packet(unpacker, [np.array(x) for x in operands])
         with _delivering:
             new = deliver(packet, int(token))
         return (token if new is None else np.int32(new),)

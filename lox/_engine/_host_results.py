@@ -17,7 +17,7 @@ from jax.interpreters import batching, mlir
 
 from lox import _compat
 from lox._data import _axes
-from lox._data._lanes import Laned
+from lox._data._lanes import Laned, with_lane
 from lox._engine._emit import MASKABLE
 
 # (in which lanes it is valid, operands, sizes of the lanes, whether the caller waits for it) -> an array of the lanes'
@@ -71,9 +71,9 @@ mlir.register_lowering(host_p, _lower)
 
 
 def _batch(axis_data: Any, operands: Any, dims: Any, *, flags: Any, lanes: Any, results: Any, **params: Any) -> Any:
-    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-    flags = tuple((d is not None, *f) for d, f in zip(dims, flags, strict=True))
-    outs = host_p.bind(*moved, flags=flags, lanes=(axis_data.size, *lanes), results=results, **params)
+    laned = [with_lane(x, dim, f) for x, dim, f in zip(operands, dims, flags, strict=True)]
+    flags = tuple(x.flags for x in laned)
+    outs = host_p.bind(*[x.tree for x in laned], flags=flags, lanes=(axis_data.size, *lanes), results=results, **params)
     return outs, [0] * len(results)
 
 

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from lox import _compat, _errors
 from lox._data import _reduce
-from lox._data._lanes import Laned, flag_of
+from lox._data._lanes import Laned, flag_of, with_lane
 from lox._data._logdict import logdict
 from lox._data._sites import call_site
 from lox._engine import _emit, _hidden, _selection, _sink
@@ -69,16 +69,15 @@ def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
 mlir.register_lowering(log_p, _lower, cacheable=False)
 
 
-def with_lane(axis_data: Any, operands: Any, dims: Any, meta: Meta) -> tuple[list[Any], Meta]:
+def batched(axis_data: Any, operands: Any, dims: Any, meta: Meta) -> tuple[list[Any], Meta]:
     """The operands and static part of an event in another, outermost vmap."""
-    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-    lane = flag_of(axis_data)
-    flags = tuple((d is not None and lane, *f) for d, f in zip(dims, meta.flags, strict=True))
-    return moved, dataclasses.replace(meta, flags=flags)
+    flag = flag_of(axis_data)
+    laned = [with_lane(x, dim, flags, flag) for x, dim, flags in zip(operands, dims, meta.flags, strict=True)]
+    return [x.tree for x in laned], dataclasses.replace(meta, flags=tuple(x.flags for x in laned))
 
 
 def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:
-    moved, meta = with_lane(axis_data, operands, dims, meta)
+    moved, meta = batched(axis_data, operands, dims, meta)
     return log_p.bind(*moved, meta=meta), []
 
 

@@ -18,7 +18,7 @@ from lox._data._reduce import resolve
 from lox._data._sites import call_site
 from lox._engine import _selection
 from lox._engine._event import Event, Meta
-from lox._engine._primitive import as_step, log_p, with_lane
+from lox._engine._primitive import as_step, batched, log_p
 
 log_grad_p = _compat.Primitive(_compat.LOG_GRAD_NAME)
 log_grad_p.multiple_results = True
@@ -35,8 +35,8 @@ mlir.register_lowering(log_grad_p, lambda ctx, *operands, meta: _values(meta, op
 
 
 def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:
-    moved, batched = with_lane(axis_data, operands, dims, meta)
-    return log_grad_p.bind(*moved, meta=batched), [None if d is None else 0 for d in _values(meta, dims)]
+    moved, mapped = batched(axis_data, operands, dims, meta)
+    return log_grad_p.bind(*moved, meta=mapped), [None if d is None else 0 for d in _values(meta, dims)]
 
 
 batching.fancy_primitive_batchers[log_grad_p] = _batch

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox._data._bundle import Bundle, by_run
+from lox._data._bundle import Bundle, runs_outermost
 from lox._data._lanes import Laned, is_laned
 from lox._data._logdict import logdict
 from lox._engine._emit import Packet
@@ -31,7 +31,7 @@ class Job:
     @property
     def size(self) -> int:
         """The size of the events in bytes."""
-        return sum([x.nbytes for x in self.packet.arrays[: len(self.packet.reader.leads)]])
+        return sum([x.nbytes for x in self.packet.arrays[: len(self.packet.unpacker.leads)]])
 
     def ids(self) -> np.ndarray:
         """The runs of the packet, as this logger numbers them; -1 stands for none."""
@@ -113,8 +113,8 @@ def batches(jobs: Iterable[Job]) -> Iterator[Callable[[], Batch]]:
 def _form(job: Job) -> Any:
     """What packets must have in common to be joined: everything but their values and numbers of events."""
     packet = job.packet
-    shapes = [(x.shape[lead:], x.dtype) for x, lead in zip(packet.arrays, packet.reader.leads, strict=False)]
-    return packet.reader, packet.route().tobytes(), job.rename, shapes
+    shapes = [(x.shape[lead:], x.dtype) for x, lead in zip(packet.arrays, packet.unpacker.leads, strict=False)]
+    return packet.unpacker, packet.route().tobytes(), job.rename, shapes
 
 
 def _batch(jobs: list[Job]) -> Batch:
@@ -122,12 +122,12 @@ def _batch(jobs: list[Job]) -> Batch:
     bundles, route, _ = packet.content()
     assert route is not None
     if len(jobs) > 1:
-        leads, arrays = packet.reader.leads, list(packet.arrays)
+        leads, arrays = packet.unpacker.leads, list(packet.arrays)
         for n, (lead, *parts) in enumerate(zip(leads, *[job.packet.arrays for job in jobs], strict=False)):
             arrays[n] = np.concatenate(parts) if lead else np.stack(parts)
-        joined = packet.reader.form.content(arrays).bundles
+        joined = packet.unpacker.form.content(arrays).bundles
         bundles = [dataclasses.replace(bundle, single=False) for bundle in joined]
-    batch = Batch(jobs[0].ids(), [by_run(bundle.expanded(), route) for bundle in bundles])
+    batch = Batch(jobs[0].ids(), [runs_outermost(bundle.expanded(), route) for bundle in bundles])
     if (batch.ids >= 0).all():
         return batch
     # A lane that did not reach `init` has no event either.

@@ -187,7 +187,7 @@ class Pipeline:
 
     def _write_all(self, jobs: list[Job]) -> None:
         for job in jobs:
-            if job.packet.reader.may_drop:
+            if job.packet.unpacker.may_drop:
                 warn_of_dropped({k: x.tree for k, x in job.packet.content().dropped.items()}, self.errors.warn)
         for make in batches(jobs):
             with self.isolated("sorting events"):

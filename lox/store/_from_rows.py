@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -136,7 +135,7 @@ class _Rows:
 
         if column is not None:
             happened = pick(column)
-            some = happened.reshape(len(happened), math.prod(column.shape)).any(1)
+            some = happened.any(tuple(range(1, happened.ndim)))
             if len(some) and not some.any():
                 return
             kept = slice(None) if some.all() else some

@@ -7,7 +7,6 @@ bundle and then looked up, because a callback in a training loop has microsecond
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 
 from lox import _errors
-from lox._data._bundle import Bundle, by_run
+from lox._data._bundle import Bundle, runs_outermost
 from lox._data._lanes import Laned, is_laned
 from lox._data._logdict import logdict
 from lox.store import _dtypes, _structure
@@ -56,7 +55,7 @@ class Rows:
             _check(bundle, runs.shape)
         if runs.ndim:
             route = Laned(runs, (True,) * runs.ndim)
-            bundles = [by_run(bundle, route) for bundle in bundles]
+            bundles = [runs_outermost(bundle, route) for bundle in bundles]
         return self.of(runs.reshape(-1), bundles)
 
     def of(self, runs: Array, bundles: Sequence[Bundle]) -> list[Piece]:
@@ -80,7 +79,7 @@ class Rows:
         kept = None
         if first.valid is not None:
             valid = rows(first.valid)
-            some = valid.reshape(len(valid), math.prod(valid.shape[1:])).any(1)
+            some = valid.any(tuple(range(1, valid.ndim)))
             kept = None if some.all() else np.flatnonzero(some)
             columns += [valid] if plans[0].valid is not None else []
         columns += [rows(x) for bundle in table for x in bundle.values]
