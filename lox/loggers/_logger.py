@@ -23,13 +23,13 @@ from lox._transforms._call import P, R
 from lox._transforms._deliver import PacketDelivery, one_for
 from lox._transforms._spool import spool as _spool
 from lox._transforms._tap import streaming
-from lox.loggers._batch import Batch, logs_of
+from lox.loggers._batch import Batch
 from lox.loggers._errors import raise_all
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._routing import RoutedStream
 from lox.loggers._run import ConfigPlan, LoggerState, Run, prng_key_words
 from lox.loggers._values import as_bundles
-from lox.store._prng_keys import as_words, words_only
+from lox.store._prng_keys import as_words
 
 
 class Logger:
@@ -99,34 +99,7 @@ class Logger:
 
     def _write_batch(self, runs: list[Run], batch: Batch) -> None:
         """Write events of several runs. Loggers that have no use for a logdict implement this."""
-        self._write_each(runs, batch, self._write_logs)
-
-    def _write_each(self, runs: list[Run], batch: Batch, write: Callable[[Run, list[Bundle]], None]) -> None:
-        for index, run in enumerate(runs):
-            if bundles := batch.run(index):
-                keys = _errors.listing(key for bundle in bundles for key in bundle.keys)
-                with self._pipeline.isolated(f"writing {keys} of run {run.name!r}"):
-                    write(run, bundles)
-
-    def _write_logs(self, run: Run, bundles: list[Bundle]) -> None:
-        self.write(run, self._logs(bundles))
-
-    def _logs(self, bundles: list[Bundle], outer: int = 0) -> logdict:
-        return logs_of(bundles if self._keeps_prng_keys else map(words_only, bundles), outer)
-
-    def _take(self, runs: list[Run], batch: Batch) -> None:
-        """Write events by what the most derived class implements: a subclass of any logger may want to see the logs."""
-        owners = [vars(self), *map(vars, type(self).__mro__)]
-        batches, lanes, one = (
-            next(n for n, owner in enumerate(owners) if name in owner)
-            for name in ("_write_batch", "write_lanes", "write")
-        )
-        if lanes < batches:
-            self.write_lanes(runs, self._logs(batch.run_first(), outer=1))
-        elif one < batches:
-            self._write_each(runs, batch, self._write_logs)
-        else:
-            self._write_batch(runs, batch)
+        self._pipeline.write_logs(runs, batch)
 
     def open(self, run: Run) -> None:
         """Prepare for a new run. Errors reach the caller of `init`, unless that is a compiled program."""
@@ -272,7 +245,7 @@ class Logger:
         self._require_state(state, "close")
         waiting = _compat.is_evaluating()
         errors = self._pipeline.settle() if waiting else []  # of computations under way, which may still log
-        self._emit([], jnp.asarray(state.run, jnp.int32), signal=END)
+        self._send(jnp.asarray(state.run, jnp.int32), [], signal=END)
         raise_all(self._pipeline.name, [*errors, *(self._pipeline.settle() if waiting else [])])
 
     def __enter__(self) -> Self:
@@ -312,14 +285,14 @@ class Logger:
                 f"`{what}` got {state!r} for the logger's state: give it what `init(key)` returned."
             )
 
-    def _send(self, run: Any, bundles: list[Bundle], dropped: Mapping[str, Any]) -> None:
+    def _send(
+        self, run: Any, bundles: Iterable[Bundle], dropped: Mapping[str, Any] | None = None, signal: str | None = None
+    ) -> None:
         # `lox.spool` has already warned about events that were dropped, if it could.
-        unknown = {key: count for key, count in dropped.items() if isinstance(count, _compat.Tracer)}
-        self._emit(map(as_words, bundles), run, dropped=unknown)
-
-    def _emit(self, bundles: Iterable[Bundle], run: Any, **options: Any) -> None:
+        unknown = {key: count for key, count in (dropped or {}).items() if isinstance(count, _compat.Tracer)}
+        deliver = one_for(self._pipeline.receive, PacketDelivery)
         with _compat.own_transfers():
-            _emit.emit(one_for(self._pipeline.receive, PacketDelivery), bundles, route=Laned(run), **options)
+            _emit.emit(deliver, map(as_words, bundles), route=Laned(run), signal=signal, dropped=unknown)
 
 
 def _names(option: Any) -> Any:

@@ -110,7 +110,7 @@ class SingleRuns:
             run: What `init` returned.
         """
         logger = self.logger()
-        logger._emit([], logger._run_of(run, "finish"), signal=END)
+        logger._send(logger._run_of(run, "finish"), [], signal=END)
         if _compat.is_evaluating():
             logger.flush()
 

@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,13 +15,15 @@ import numpy as np
 
 from lox import _errors
 from lox._data import _lanes
+from lox._data._bundle import Bundle
 from lox._data._lanes import Laned
-from lox._data._logdict import warn_of_dropped
+from lox._data._logdict import logdict, warn_of_dropped
 from lox._engine._emit import END, Packet
-from lox.loggers._batch import Batch, Job, batches
+from lox.loggers._batch import Batch, Job, batches, logs_of
 from lox.loggers._errors import ErrorLog, raise_all
 from lox.loggers._queue import Writer
 from lox.loggers._run import ConfigPlan, Run
+from lox.store._prng_keys import words_only
 
 if TYPE_CHECKING:
     from lox.loggers._logger import Logger
@@ -200,7 +202,35 @@ class Pipeline:
         for part in batch.by_run() if len(batch.ids) else ():
             runs = [self.runs[number] for number in part.ids.tolist()]
             with self.isolated(f"writing {_errors.listing(key for b in part.bundles for key in b.keys)}"):
-                self.logger._take(runs, part)
+                self._write(runs, part)
+
+    def _write(self, runs: list[Run], batch: Batch) -> None:
+        """Write events by what the most derived class implements: a subclass of any logger may want to see the logs."""
+        logger = self.logger
+        owners = [vars(logger), *map(vars, type(logger).__mro__)]
+        names = ("_write_batch", "write_lanes", "write")
+        batches, lanes, one = (next(n for n, owner in enumerate(owners) if name in owner) for name in names)
+        if lanes < batches:
+            logger.write_lanes(runs, self._logs(batch.run_first(), outer=1))
+        elif one < batches:
+            self.write_logs(runs, batch)
+        else:
+            logger._write_batch(runs, batch)
+
+    def write_logs(self, runs: list[Run], batch: Batch) -> None:
+        """Write each run by the logger's `write`."""
+        self.write_each(runs, batch, lambda run, bundles: self.logger.write(run, self._logs(bundles)))
+
+    def write_each(self, runs: list[Run], batch: Batch, write: Callable[[Run, list[Bundle]], None]) -> None:
+        """Write each run by itself: one that fails does not stop the others."""
+        for index, run in enumerate(runs):
+            if bundles := batch.run(index):
+                keys = _errors.listing(key for bundle in bundles for key in bundle.keys)
+                with self.isolated(f"writing {keys} of run {run.name!r}"):
+                    write(run, bundles)
+
+    def _logs(self, bundles: list[Bundle], outer: int = 0) -> logdict:
+        return logs_of(bundles if self.logger._keeps_prng_keys else map(words_only, bundles), outer)
 
     def _is_usable(self, number: int) -> bool:
         if number not in self.runs:

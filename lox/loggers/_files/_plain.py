@@ -102,7 +102,7 @@ class FileLogger(Logger):
             (self.path / f"{run.name}{self.suffix}.config.json").write_text(config + "\n", encoding="utf-8")
 
     def _write_batch(self, runs: list[Run], batch: Batch) -> None:
-        self._write_each(runs, batch, self.add)
+        self._pipeline.write_each(runs, batch, self.add)
 
     def add(self, run: Run, bundles: list[Bundle]) -> None:
         """Add the events of these bundles to the file of a run."""

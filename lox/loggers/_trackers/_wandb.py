@@ -171,7 +171,7 @@ class WandbLogger(Logger):
     def _write_batch(self, runs: list[Run], batch: Batch) -> None:
         """Write a row for every event of each run, or of the statistics of all; equal steps share rows."""
         if not self.aggregate:
-            return self._write_each(runs, batch, self._write_run)
+            return self._pipeline.write_each(runs, batch, self._write_run)
         assert self._shared is not None
         self._send_configs()
         entries, problems = self._entries(batch.run_first(), lead=2)
