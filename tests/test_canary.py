@@ -54,7 +54,7 @@ ATTRIBUTES = {
 }
 
 # The primitives of lox, whose rules are no change to JAX; `primitive` is a parameter that stands for one.
-OWN = {"log_p", "emit_p", "pass_p", "host_p", "tick_p", "host_tick_p", "log_grad_p", "_on_shards_p", "primitive"}
+OWN = {"log_p", "emit_p", "pass_p", "tick_p", "host_tick_p", "log_grad_p", "_on_shards_p", "primitive"}
 
 
 def names_in(file: pathlib.Path) -> Iterator[str]:

@@ -29,17 +29,18 @@ def mark_program(ctx: Any, mark: LogMark) -> None:
 
 
 def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
-    """Emit a host call of `callback(token, *arrays)`, which returns the next token.
+    """Emit a host call of `callback(token, *arrays)`, which returns the next token, and results if there are any.
 
     Not `jax.debug.callback`, which is twenty times slower and starts a computation inside the callback, which may
-    deadlock: this passes NumPy arrays. On several devices the token bypasses the callback, which gets -1 instead.
+    deadlock: this passes NumPy arrays. On several devices the callback gets `~token`, a negative number, and the token
+    does not wait for it.
     """
     axis_context = ctx.module_context.axis_context
-    if getattr(axis_context, "num_devices", None) == 1:
-        return _call_in_order(ctx, callback, operands)
+    if len(ctx.avals_out) > 1 or getattr(axis_context, "num_devices", None) == 1:
+        return lower_host_call(ctx, callback, *operands)
 
-    def without_token(*arrays: Any) -> tuple[()]:
-        callback(np.int32(-1), *arrays)
+    def unordered(token: Any, *arrays: Any) -> tuple[()]:
+        callback(np.invert(token), *arrays)
         return ()
 
     if isinstance(axis_context, SPMDAxisContext):
@@ -48,28 +49,28 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
         if rest:
 
             def call(*arrays: Any) -> list[Any]:
-                jax.debug.callback(lambda *a: callback(np.int32(-1), *map(np.asarray, a)) and None, *arrays)
+                jax.debug.callback(lambda *a: unordered(*map(np.asarray, a)) and None, *arrays)
                 return []
 
             def call_from_first(*arrays: Any) -> list[Any]:
                 return lax.cond(is_first(rest), call, lambda *arrays: [], *arrays)
 
-            def emit(token: Any, *arrays: Any) -> Any:
+            def emit(*arrays: Any) -> Any:
                 if explicit_beside_manual():
                     # JAX does not gather over explicit axes.
-                    arrays = tuple(_whole(x) for x in arrays)
-                    specs = (jax.sharding.PartitionSpec(),) * len(arrays)
-                    jax.shard_map(call_from_first, in_specs=specs, out_specs=[], axis_names=set(rest))(*arrays)
+                    whole = tuple(_whole(x) for x in arrays)
+                    specs = (jax.sharding.PartitionSpec(),) * len(whole)
+                    jax.shard_map(call_from_first, in_specs=specs, out_specs=[], axis_names=set(rest))(*whole)
                 else:
                     call(*arrays)
-                return [token]
+                return [arrays[0]]
 
             return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)
         kind = "MANUAL"
     else:
         kind = "MAXIMAL"  # the whole array, on the first device
-    inner = ctx.replace(avals_in=ctx.avals_in[1:], avals_out=[])
-    _call_in_order(inner, without_token, operands[1:], kind)
+    inner = ctx.replace(avals_out=[])
+    _call_in_order(inner, unordered, operands, kind)
     ctx.set_tokens_out(inner.tokens_out or ctx.tokens_in)
     return [operands[0]]
 

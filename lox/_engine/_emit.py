@@ -3,6 +3,12 @@
 `emit_p` hands a packet of events to a host function. It takes a token and returns it: packets that must arrive in order
 pass the token from one to the next, an ordinary data dependency that works under every transformation. (JAX's own
 ordered effects fail under vmap, under grad and on several devices.) All lanes of a vmap travel in one call.
+
+The token may be the number of who gets the packet, or of a buffer: the host function then looks it up, and the program
+does not depend on it.
+
+Not `io_callback`, which calls once per lane under `vmap` and is twenty times slower; not `pure_callback`, whose calls
+may be merged and dropped.
 """
 
 import dataclasses
@@ -12,7 +18,7 @@ import operator
 import re
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,13 +27,14 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from lox import _compat, _errors
-from lox._data import _arrays
-from lox._data._bundle import Bundle, Keys
-from lox._data._lanes import Laned, is_laned, unnamed, with_lane
+from lox._data import _arrays, _lanes
+from lox._data._bundle import Bundle, Keys, Site
+from lox._data._lanes import Laned, is_laned, pick, unnamed, with_lane
 from lox._data._logdict import SINGLE, Layout, logdict
 
-# Takes the packet of one call, and the token: negative if events are unordered. May return another token.
-Deliver = Callable[["Packet", int], int | None]
+# Takes the packet of one call, and the token, inverted if events are unordered. May return another token, or what
+# `ask` asks for.
+Deliver = Callable[["Packet", int], Any]
 
 emit_p = _compat.Primitive("lox_emit")
 emit_p.multiple_results = True
@@ -68,12 +75,32 @@ def emit(
     operands, treedef = jax.tree.flatten(content)
     operands = [jax.random.key_data(x) if _arrays.is_prng_key(x.dtype) else x for x in operands]
     form = Form(treedef, signal, frozenset(at_once), tuple([(b.keys, str(b.site)) for b in bundles]))
+    return _bind(token, operands, deliver, form, conditional, getattr(deliver, "ordered", False))[0]
+
+
+def ask(deliver: Deliver, values: Sequence[Any], results: Sequence[Any] = ()) -> list[Any]:
+    """Hand values to `deliver` on the host, in one call for all lanes; returns what it answers.
+
+    A call is never dropped, repeated or merged with another one, so that beginning two runs gives two runs.
+
+    Args:
+        deliver: The host function, which returns an array for each result with a number for every lane.
+        values: Arrays, which `Packet.by_lane` gives back.
+        results: The dtypes of the results.
+    """
+    bundle = Bundle([Laned(x) for x in values], {}, None, ("",), (jax.tree.structure([0] * len(values)),), True, Site())
+    operands, treedef = jax.tree.flatten(Content([bundle], None, {}))
+    form = Form(treedef, None, frozenset(), None, tuple(map(np.dtype, results)))
+    return _bind(None, operands, deliver, form, False, True)[1:]
+
+
+def _bind(token: Any, operands: list[Any], deliver: Deliver, form: "Form", conditional: bool, ordered: bool) -> Any:
     if _compat.is_evaluating():
         # Outside of programs NumPy arrays stay as they are: JAX would convert int64 to int32.
-        return _impl(np.int32(0) if token is None else token, *operands, deliver=deliver, form=form)[0]
+        return _impl(np.int32(0) if token is None else token, *operands, deliver=deliver, form=form)
     token = new_token() if token is None else token
-    ordered = getattr(deliver, "ordered", False) and not _compat.is_without_order()
-    return emit_p.bind(token, *operands, deliver=deliver, form=form, conditional=conditional, ordered=ordered)[0]
+    ordered = ordered and not _compat.is_without_order()
+    return emit_p.bind(token, *operands, deliver=deliver, form=form, conditional=conditional, ordered=ordered)
 
 
 def once(emit: Callable[[list[str], Any], Any], parts: dict[str, Any], alike: frozenset[Any], token: Any) -> Any:
@@ -109,10 +136,11 @@ def _check_reachable(bundle: Bundle) -> None:
 
 
 @emit_p.def_effectful_abstract_eval
-def _abstract_eval(token: Any, *avals: Any, ordered: bool, **params: Any) -> Any:
+def _abstract_eval(token: Any, *avals: Any, form: "Form", ordered: bool, **params: Any) -> Any:
     # Ordered with all other ordered host calls, or only with those that the token passes through.
-    del avals, params
-    return [token], _compat.host_call_effects if ordered else {_compat.emit_effect}
+    del params
+    results = [_compat.array_type(form.lanes(avals), dtype) for dtype in form.results]
+    return [token, *results], _compat.host_call_effects if ordered else {_compat.emit_effect}
 
 
 # --- packets -------------------------------------------------------------------------------------
@@ -137,7 +165,8 @@ class Form:
     treedef: Any  # of its content
     signal: str | None
     at_once: frozenset[str]
-    origin: tuple[tuple[Keys, str], ...]  # keys and lines: in the structure, all lines are equal
+    origin: tuple[tuple[Keys, str], ...] | None  # keys and lines: in the structure, all lines are equal
+    results: tuple[Any, ...] = ()  # dtypes
 
     def content(self, operands: Iterable[Any]) -> Content:
         """The content with these arrays."""
@@ -170,6 +199,13 @@ class Form:
             route = route.map(lambda number: jnp.where(condition, number, -1))
         return self._with(Content([bundle.only_if(condition) for bundle in bundles], route, dropped))
 
+    def lanes(self, operands: Iterable[Any]) -> tuple[int, ...]:
+        """The sizes of all lanes of single events, outermost first."""
+        laned = jax.tree.leaves(self.content(operands).bundles, is_leaf=is_laned)
+        lanes = _lanes.union(*map(_lanes.lanes_of, laned))
+        assert lanes is not None  # all belong to one call
+        return lanes.present()
+
     def any_valid(self, operands: Iterable[Any]) -> Any:
         """Whether any event is valid in any lane."""
         valids = [bundle.valid for bundle in self.content(operands).bundles]
@@ -179,10 +215,11 @@ class Form:
 class Packet:
     """What one call brings to the host: bundles of NumPy arrays, the route to their runs, and a signal."""
 
-    __slots__ = ("arrays", "unpacker")
+    __slots__ = ("arrays", "eager", "unpacker")
 
-    def __init__(self, unpacker: "Unpacker", arrays: list[np.ndarray]):
+    def __init__(self, unpacker: "Unpacker", arrays: list[np.ndarray], eager: bool = False):
         self.unpacker, self.arrays = unpacker, arrays
+        self.eager = eager  # whether a user waits for it
 
     @property
     def signal(self) -> str | None:
@@ -206,6 +243,14 @@ class Packet:
     def logs(self) -> logdict:
         """The events as users see them."""
         return self.unpacker.logs(self.arrays)
+
+    def by_lane(self) -> Iterator[list[np.ndarray] | None]:
+        """The values that `ask` was given, in each lane; None for a lane in which it was not called."""
+        (bundle,) = self.content().bundles
+        bundle = bundle.even()
+        for index in np.ndindex(self.unpacker.form.lanes(self.arrays)):
+            valid = bundle.valid is None or pick(bundle.valid, index)
+            yield [np.asarray(pick(x, index)) for x in bundle.values] if valid else None
 
 
 @dataclasses.dataclass
@@ -249,7 +294,7 @@ class Unpacker:
         self.valids = [part.valid for part in self.parts]
         # For each array of a bundle, whether it has an event axis.
         self.leads = [bundle.lead for bundle in bundles for _ in jax.tree.leaves(bundle)]
-        self.may_be_empty = bool(self.parts) and None not in self.valids and form.signal is None
+        self.may_be_empty = bool(self.parts) and None not in self.valids and not (form.signal or form.results)
 
     def is_empty(self, arrays: Any) -> bool:
         """Whether no event is valid."""
@@ -315,16 +360,19 @@ def error_behind(raised: Exception) -> BaseException | None:
     return None
 
 
-def _host_call(deliver: Deliver, form: Form, ndims: Iterable[int]) -> Callable[..., tuple[Any]]:
+def _host_call(deliver: Deliver, form: Form, ndims: Iterable[int], eager: bool = False) -> Callable[..., Any]:
     unpacker = unpacker_of(form, tuple(ndims))
 
-    def call(token: Any, *operands: Any) -> tuple[Any]:
+    def call(token: Any, *operands: Any) -> tuple[Any, ...]:
         if unpacker.is_empty(operands):
             return (token,)
         # Copied, as the runtime reuses its buffers after the call and the callback may keep its arrays.
-        packet = Packet(unpacker, [np.array(x) for x in operands])
+        packet = Packet(unpacker, [np.array(x) for x in operands], eager)
         with _delivering:
             new = deliver(packet, int(token))
+        if form.results:
+            lanes = form.lanes(operands)
+            return token, *[np.asarray(x, d).reshape(lanes) for x, d in zip(new, form.results, strict=True)]
         return (token if new is None else np.int32(new),)
 
     return call
@@ -338,9 +386,9 @@ def _impl(token: Any, *operands: Any, deliver: Deliver, form: Form, **params: An
         # conversions could deadlock with.
         order = np.asarray(token)
         arrays = [np.asarray(_arrays.as_array(x)) for x in operands]
-    (new,) = _host_call(deliver, form, [x.ndim for x in arrays])(order, *arrays)
+    new, *results = _host_call(deliver, form, [x.ndim for x in arrays], eager=True)(order, *arrays)
     with _compat.own_transfers():
-        return [token if new is order else jnp.asarray(new)]
+        return [token if new is order else jnp.asarray(new), *map(jnp.asarray, results)]
 
 
 def _lower(ctx: Any, *operands: Any, deliver: Deliver, form: Form, conditional: bool, ordered: bool) -> Any:
@@ -349,7 +397,7 @@ def _lower(ctx: Any, *operands: Any, deliver: Deliver, form: Form, conditional: 
         return mlir.lower_fun(_emit_if_valid, multiple_results=True)(ctx, *operands, **params)
     call = _host_call(deliver, form, [len(a.shape) for a in ctx.avals_in[1:]])
 
-    def numbered(*arrays: Any) -> tuple[Any]:
+    def numbered(*arrays: Any) -> tuple[Any, ...]:
         try:
             return call(*arrays)
         except BaseException as error:
@@ -371,20 +419,17 @@ def _batch(axis_data: Any, operands: Any, dims: Any, *, form: Form, **params: An
     del axis_data
     token = operands[0] if dims[0] is None else jnp.max(operands[0], dims[0])
     moved, form = form.batched(operands[1:], dims[1:])
-    return emit_p.bind(token, *moved, form=form, **params), [None]
+    return emit_p.bind(token, *moved, form=form, **params), [None, *[0] * len(form.results)]
 
 
 batching.fancy_primitive_batchers[emit_p] = _batch
 
 
-def _masked(condition: Any, token: Any, *operands: Any, form: Form, **params: Any) -> list[Any]:
+def masked(condition: Any, token: Any, *operands: Any, form: Form, **params: Any) -> list[Any]:
+    """Bind it such that it counts only where a condition holds: JAX runs a branch for all lanes if they disagree."""
     moved, form = form.only_if(operands, condition)
     return emit_p.bind(token, *moved, form=form, **params)
 
-
-# How to bind each primitive that calls the host such that it counts only where a condition holds: JAX runs a branch for
-# all lanes if they disagree about it.
-MASKABLE: dict[Any, Callable[..., list[Any]]] = {emit_p: _masked}
 
 # The identity, for tokens.
 pass_p = _compat.Primitive("lox_pass")

@@ -103,8 +103,8 @@ class Handler:
         """The names that must be logged, or else there is a warning."""
         return None
 
-    def call(self, frame: "Frame", primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
-        """Take a host call that can be masked."""
+    def call(self, frame: "Frame", params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+        """Take a host call, with the parameters and operands of `emit_p`."""
         raise NotImplementedError
 
     def split_state(self, state: Any, keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:

@@ -42,8 +42,8 @@ def interpret(frame: Frame, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
             if eqn.primitive is log_p:
                 frame.take(eqn.params["meta"], values)
                 continue
-            if called and eqn.primitive in _emit.MASKABLE:
-                outs = frame.handler.call(frame, eqn.primitive, eqn.params, values)
+            if called and eqn.primitive is _emit.emit_p:
+                outs = frame.handler.call(frame, eqn.params, values)
             else:
                 outs = apply_rule(frame, eqn.primitive, eqn.params, values, eqn.effects, Place(jaxpr, eqn, args))
         env.update(zip(eqn.outvars, outs, strict=True))

@@ -36,9 +36,9 @@ class Remask(Handler):
         """Bind it again, under the condition."""
         bind(event.only_if(frame.state.tree))
 
-    def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
+    def call(self, frame: Frame, params: dict[str, Any], args: Any) -> list[Any]:
         """Bind it again, under the condition."""
-        return _emit.MASKABLE[primitive](frame.state.tree, *args, **params)
+        return _emit.masked(frame.state.tree, *args, **params)
 
 
 class Silence(Drop):
@@ -46,11 +46,9 @@ class Silence(Drop):
 
     sees_calls = True
 
-    def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
+    def call(self, frame: Frame, params: dict[str, Any], args: Any) -> list[Any]:
         """Remove the call and return the token unchanged; results that are needed come from a masked call."""
-        if primitive is _emit.emit_p:
-            return [args[0]]
-        return _emit.MASKABLE[primitive](jnp.zeros((), bool), *args, **params)
+        return _emit.masked(jnp.zeros((), bool), *args, **params) if params["form"].results else [args[0]]
 
 
 class Rebind(Keep):
@@ -59,9 +57,9 @@ class Rebind(Keep):
     masks_lanes = True
     sees_calls = True
 
-    def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
+    def call(self, frame: Frame, params: dict[str, Any], args: Any) -> list[Any]:
         """Bind it again."""
-        return primitive.bind(*args, **params)
+        return _emit.emit_p.bind(*args, **params)
 
 
 def masked_call(jaxpr: Any, condition: Any, args: Any) -> list[Any]:

@@ -34,7 +34,8 @@ def _identity(primitive: Any, params: dict[str, Any]) -> Identity | None:
     """What two executions of one log have in common; None if the primitive is neither a log nor its host call."""
     if primitive is log_p:
         return _identity_of(params["meta"])
-    return (params["deliver"], params["form"].origin) if primitive is _emit.emit_p else None
+    origin = params["form"].origin if primitive is _emit.emit_p else None
+    return None if origin is None else (params["deliver"], origin)
 
 
 def _identity_of(meta: Meta) -> Identity:
@@ -109,9 +110,10 @@ class Unrepeated(Drop):
         if (event.site, tuple(event.values)) not in self.repeated:
             bind(event)
 
-    def call(self, frame: Frame, primitive: Any, params: dict[str, Any], args: Any) -> list[Any]:
+    def call(self, frame: Frame, params: dict[str, Any], args: Any) -> list[Any]:
         """Bind it again if it stays."""
-        return list(args[:1]) if _identity(primitive, params) in self.repeated else primitive.bind(*args, **params)
+        repeated = _identity(_emit.emit_p, params) in self.repeated
+        return list(args[:1]) if repeated else _emit.emit_p.bind(*args, **params)
 
 
 class _Dependence:

@@ -16,7 +16,7 @@ from lox import _compat, _errors
 from lox._data._bundle import Bundle
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
-from lox._engine import _emit, _host_results
+from lox._engine import _emit
 from lox._engine._emit import END
 from lox._transforms import _call
 from lox._transforms._call import P, R
@@ -137,9 +137,8 @@ class Logger:
         self._pipeline.require_open("init")
         words, impl = prng_key_words(key)
         plan, arrays = ConfigPlan.of(config)
-        (number,) = _host_results.call(
-            functools.partial(self._pipeline.begin, plan, impl), [words, *arrays], [np.int32]
-        )
+        begin = functools.partial(self._pipeline.begin, plan, impl)
+        (number,) = _emit.ask(begin, [words, *arrays], [np.int32])
         return LoggerState(number, words)
 
     def log(self, state: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: Any) -> None:

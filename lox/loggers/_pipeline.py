@@ -14,9 +14,7 @@ import jax
 import numpy as np
 
 from lox import _errors
-from lox._data import _lanes
 from lox._data._bundle import Bundle
-from lox._data._lanes import Laned
 from lox._data._logdict import logdict, warn_of_dropped
 from lox._engine._emit import END, Packet
 from lox.loggers._batch import Batch, Job, batches, logs_of
@@ -77,27 +75,18 @@ class Pipeline:
 
     # --- in callbacks ---
 
-    def begin(
-        self, plan: ConfigPlan, impl: str | None, valid: Laned, operands: list[Laned], lanes: Any, eager: bool
-    ) -> Any:
-        """Open a run for every valid lane; return the numbers of the runs, -1 for the other lanes."""
+    def begin(self, plan: ConfigPlan, impl: str | None, packet: Packet, token: int) -> Any:
+        """Open a run for every lane in which it is called; return the numbers of the runs, -1 for the other lanes."""
+        del token
         if self.closed or not self.is_of_this_process:  # better to fail now than to lose every event
             raise _errors.LoxError(
                 f"`init`: this {self.name} is closed, but a compiled function still uses it. Compiled functions keep "
                 "the logger that they were traced with: define the function again for a new logger, or pass it the "
                 "state of `init` as an argument."
             )
-        (words, *arrays), numbers, runs = operands, [], []
-        for index in np.ndindex(lanes):
-            if not _lanes.pick(valid, index):
-                numbers.append(-1)
-                continue
-            config = plan.rebuild([_lanes.pick(x, index) for x in arrays])
-            run = self.new_run(np.asarray(_lanes.pick(words, index)), config, impl)
-            numbers.append(run.id)
-            runs.append(run)
-        self.open(runs, eager)
-        return [np.asarray(numbers, np.int32)]
+        lanes = [given and self.new_run(given[0], plan.rebuild(given[1:]), impl) for given in packet.by_lane()]
+        self.open([run for run in lanes if run], packet.eager)
+        return [[run.id if run else -1 for run in lanes]]
 
     def new_run(self, words: np.ndarray, config: dict[str, Any], impl: str | None) -> Run:
         """Make a run that is not open yet."""

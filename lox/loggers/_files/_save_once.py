@@ -9,10 +9,9 @@ import jax
 import numpy as np
 
 from lox import _compat
-from lox._data import _lanes
-from lox._data._lanes import Laned
 from lox._data._logdict import logdict
-from lox._engine import _host_results
+from lox._engine import _emit
+from lox._engine._emit import Packet
 from lox._engine._primitive import as_array
 from lox.loggers._run import ConfigPlan
 from lox.store._catalog import check_mode
@@ -83,22 +82,21 @@ def _save_in_program(logs: logdict, path: str | os.PathLike[str], key: Any, mode
     key_impl = impl_name(key) if is_prng_key(key) else None
     plan, arrays = ConfigPlan.of(config)
 
-    def write(valid: Laned, operands: list[Laned], lanes: tuple[int, ...], eager: bool) -> list[Any]:
-        del eager
-        valid_lanes = []
-        for index in np.ndindex(lanes):
-            if _lanes.pick(valid, index):
-                rest = iter([_lanes.pick(x, index) for x in operands])
+    def write(packet: Packet, token: int) -> None:
+        del token
+        lanes = []
+        for given in packet.by_lane():
+            if given is not None:
+                rest = iter(given)
                 lane = [KeyData(x, impl) if impl else x for impl, x in zip(impls, rest, strict=False)]
                 lane_words = next(rest) if words else None
                 lane_config = None if config is None else plan.rebuild(list(rest))
-                valid_lanes.append((lane_words, _on_host(jax.tree.unflatten(treedef, lane)), lane_config))
-        if valid_lanes:
+                lanes.append((lane_words, _on_host(jax.tree.unflatten(treedef, lane)), lane_config))
+        if lanes:
             with Writer(path) as writer:
-                _write(writer, valid_lanes, key_impl, mode)
-        return []
+                _write(writer, lanes, key_impl, mode)
 
-    _host_results.call(write, [*values, *words, *arrays])
+    _emit.ask(write, [*values, *words, *arrays])
 
 
 def _on_host(logs: logdict) -> logdict:

@@ -1,6 +1,5 @@
 """`TensorBoardLogger`: event files for TensorBoard, without TensorBoard."""
 
-import functools
 import itertools
 import json
 import os
@@ -12,8 +11,8 @@ import numpy as np
 
 from lox import _errors
 from lox._data._histogram import Histogram
-from lox._data._lanes import Laned
-from lox._engine import _host_results
+from lox._engine import _emit
+from lox._engine._emit import Packet
 from lox._engine._primitive import as_step
 from lox.loggers._files._plain import OpenFiles, create_for, folder
 from lox.loggers._files._rows import strict_json
@@ -78,15 +77,14 @@ class TensorBoardLogger(CurveLogger):
         if not isinstance(key, str) or not isinstance(text, str):
             raise _errors.LogTypeError(f"`log_text` got {key!r} and {text!r}: both must be strings.")
         run = self._run_of(state, "log_text")
-        _host_results.call(functools.partial(self._receive_text, key, text), [run, as_step("step", step)])
 
-    def _receive_text(self, key: str, text: str, valid: Laned, operands: list[Laned], lanes: Any, eager: bool) -> Any:
-        del eager
-        numbers, steps, kept = [_host_results.of_all_lanes(x, lanes) for x in (*operands, valid)]
-        for number, step in zip(numbers[kept].tolist(), steps[kept].tolist(), strict=True):
-            with self._pipeline.isolated(f"writing the text {key!r}"):
-                self._append(self._pipeline.runs[number], _tfevents.text(key, int(step), text, time.time()))
-        return []
+        def write(packet: Packet, token: int) -> None:
+            del token
+            for number, at in filter(None, packet.by_lane()):
+                with self._pipeline.isolated(f"writing the text {key!r}"):
+                    self._append(self._pipeline.runs[int(number)], _tfevents.text(key, int(at), text, time.time()))
+
+        _emit.ask(write, [run, as_step("step", step)])
 
     def open(self, run: Run) -> None:
         """Create the folder; if the name is taken, 42 becomes 42.1."""
