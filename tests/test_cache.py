@@ -91,6 +91,80 @@ def test_second_call_of_a_jitted_function_neither_retraces_nor_recompiles(transf
     assert counter.traces == traces == 1
 
 
+class Recorder(lox.Logger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def write(self, run: Any, logs: lox.logdict) -> None:
+        self.events += [f"{run.name} {key} {value}" for key, values in logs.items() for value in values]
+
+
+def by_logger(method: str, **options: Any) -> Any:
+    def call(f: Any, x: Any) -> list[str]:
+        with Recorder() as logger:
+            getattr(logger, method)(f, logger.init(jax.random.key(7)), **options)(x)
+        return logger.events
+
+    return call
+
+
+def by_callback(transform: Any, **options: Any) -> Any:
+    def call(f: Any, x: Any) -> list[str]:
+        events: list[str] = []
+        transform(f, lambda given: events.append(str(given)), **options)(x)
+        return events
+
+    return call
+
+
+WITH_NEW_ONES = {
+    "tap": by_callback(lox.tap),
+    "tap(buffer)": by_callback(lox.tap, buffer=2),
+    "tap(reduce)": by_callback(lox.tap, reduce="mean"),
+    "watch": by_callback(lox.watch),
+    "logger.tap": by_logger("tap"),
+    "logger.tap(buffer)": by_logger("tap", buffer=2),
+    "logger.spool": by_logger("spool"),
+}
+
+
+@pytest.mark.parametrize("case", WITH_NEW_ONES)
+def test_a_new_callback_or_logger_for_every_call_compiles_nothing_again(case: str, capsys: Any) -> None:
+    counter, call = Counter(), WITH_NEW_ONES[case]
+    f, x = jax.jit(counter.fun), jnp.float32(np.inf)
+    events = call(f, x)
+    assert events and counter.traces == 1
+    with count_compilations() as compiled:
+        for _ in range(3):
+            assert call(f, x) == events
+    assert compiled == []
+    assert counter.traces == 1
+
+
+def test_programs_keep_neither_callbacks_nor_loggers_alive() -> None:
+    f = jax.jit(Counter().fun)
+
+    class Callback:
+        def __call__(self, logs: lox.logdict) -> None:
+            pass
+
+    def use() -> list[Any]:
+        callback = Callback()
+        with Recorder() as logger:
+            state = logger.init(jax.random.key(7))
+            logger.tap(f, state)(1.0)
+            logger.spool(f, state)(1.0)
+            lox.tap(f, callback)(1.0)
+            lox.tap(f, callback, buffer=2)(1.0)
+        return [weakref.ref(callback), weakref.ref(logger)]
+
+    refs = use()
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
 def test_counting_compilations_works() -> None:
     with count_compilations() as compiled:
         jax.block_until_ready(jax.jit(lambda x: x * 3 + 1)(jnp.float32(1)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from typing import Any
 
 import jax
@@ -231,6 +232,56 @@ def test_equal_callbacks_are_two_callbacks() -> None:
         tap(a)(X)
         tap(b)(X)
     assert len(a.events) == len(b.events) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"buffer": 3}], ids=str)
+def test_calls_at_the_same_time_get_their_own_events(options: Any) -> None:
+    f = jax.jit(lambda x: jax.lax.scan(lambda c, t: ((lox.log({"x": t}), c)[1], None), x, x + jnp.arange(7.0))[0])
+    received: dict[int, list[float]] = {k: [] for k in range(4)}
+    shared: list[float] = []
+
+    def work(k: int) -> None:
+        for n in range(20):
+            x = jnp.float32(1000 * k + 10 * n)
+            lox.tap(f, lambda logs: received[k].extend(np.ravel(logs["x"])), **options)(x)
+            lox.tap(f, keep, **options)(x)
+
+    def keep(logs: lox.logdict) -> None:
+        shared.extend(np.ravel(logs["x"]))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in received]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert received == {k: [1000 * k + 10 * n + i for n in range(20) for i in range(7)] for k in received}
+    assert sorted(shared) == sorted(x for xs in received.values() for x in xs)
+
+
+@pytest.mark.parametrize("options", [{}, {"buffer": 3}], ids=str)
+def test_every_callback_has_returned_when_the_call_has(options: Any) -> None:
+    mesh = jax.sharding.Mesh(devices(8), ("d",))
+    spec = jax.sharding.PartitionSpec("d")
+    sharded = jax.jit(jax.shard_map(lambda x: scanned(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec))
+    for f, x in ((sharded, jnp.arange(8.0)), (jax.jit(scanned), X)):
+        for _ in range(3):
+            events: list[float] = []
+
+            def slow(logs: lox.logdict, events: list[float] = events) -> None:
+                time.sleep(0.002)
+                events.extend(np.ravel(logs["c"]) if "c" in logs else [])
+
+            lox.tap(f, slow, **options)(x)
+            assert sorted(events) == sorted(v + i for v in np.ravel(x) for i in range(7))
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_tap_on_another_device(jit: bool) -> None:
+    f = jax.jit(scanned) if jit else scanned
+    for device in (None, *devices(2), None):
+        with jax.default_device(device), jax.transfer_guard("disallow"):
+            x = jax.device_put(np.float32(1.0), device)
+            assert len(received(lambda cb: lox.tap(f, cb), x)) == 8
 
 
 def test_callbacks_own_their_arrays() -> None:

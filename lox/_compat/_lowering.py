@@ -39,7 +39,7 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
     if len(ctx.avals_out) > 1 or getattr(axis_context, "num_devices", None) == 1:
         return lower_host_call(ctx, callback, *operands)
 
-    def unordered(token: Any, *arrays: Any) -> tuple[()]:
+    def unordered(token: Any, *arrays: Any) -> Any:
         callback(np.invert(token), *arrays)
         return ()
 
@@ -49,7 +49,7 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
         if rest:
 
             def call(*arrays: Any) -> list[Any]:
-                jax.debug.callback(lambda *a: unordered(*map(np.asarray, a)) and None, *arrays)
+                jax.debug.callback(lambda *a: unordered(*map(np.asarray, a)), *arrays)
                 return []
 
             def call_from_first(*arrays: Any) -> list[Any]:

@@ -71,16 +71,20 @@ def _with_fresh_tokens(get_token_input: Any) -> Any:
     JAX also passes the token from one program to the next, which would wait for the one before, and fail if that one
     has failed; but programs come in order anyway. And it makes a token from an array of NumPy's, which guards take for
     a transfer of the user's: the program may run long after lox has returned, so that there is no other place to say
-    that it is none.
+    that it is none. It is empty and never written to, so one is enough for all programs.
     """
+    fresh: dict[Any, Any] = {}  # for these devices
 
     @functools.wraps(get_token_input)
     def get(self: Any, effect: Any, devices: Any) -> Any:
         if effect is not order_effect:
             return get_token_input(self, effect, devices)
         self.current_tokens.pop(effect, None)
-        with own_transfers():
-            return get_token_input(self, effect, devices)
+        token = fresh.get(tuple(devices))
+        if token is None:
+            with own_transfers():
+                token = fresh[tuple(devices)] = get_token_input(self, effect, devices)
+        return token
 
     return get
 

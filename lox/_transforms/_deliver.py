@@ -1,17 +1,25 @@
-"""The host half of `lox.tap`: events go to a callback as they come, or several at once."""
+"""The host half of `lox.tap`: events go to a callback as they come, or several at once.
+
+A program that runs while its caller waits does not know the callback: its token is the number of a host function, which
+is looked up when a packet comes. So it is compiled once for all callbacks and loggers. A program that is being traced
+by JAX may run at any time later, and keeps its host function.
+"""
 
 import itertools
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from lox import _errors
+import jax
+import numpy as np
+
+from lox import _compat, _errors
 from lox._data import _bundle
 from lox._data._bundle import Bundle, Models, check_fit_all
 from lox._data._logdict import logdict
-from lox._engine._emit import BEGIN, FLUSH, Packet
+from lox._engine._emit import BEGIN, FLUSH, Deliver, Packet
 
 Callback = Callable[[logdict], Any]
 _Kind = TypeVar("_Kind", bound="HostFunction")
@@ -20,19 +28,76 @@ _Kind = TypeVar("_Kind", bound="HostFunction")
 class HostFunction:
     """Calls the user's callback from the host."""
 
+    ordered = True  # for `emit`: with other host calls
+
     def __init__(self, callback: Callable[[Any], Any]):
         self.callback = callback
 
-    def __call__(self, argument: Any) -> int | None:
-        """Call the callback."""
-        self.callback(argument)
+    def __call__(self, packet: Packet, token: int = 0) -> int | None:
+        """Take a packet, on the host."""
+        raise NotImplementedError
+
+
+_numbers = itertools.count(1)  # of whatever tokens stand for
+
+
+class Lookup:
+    """Hands every packet to the host function whose number is its token."""
+
+    def __init__(self, ordered: bool):
+        self.ordered = ordered  # for `emit`
+        self._functions: Any = weakref.WeakValueDictionary()  # while someone else needs them
+        self._unused: dict[Any, list[tuple[int, Any]]] = {}  # for each default device: numbers, and as arrays there
+
+    def connect(self, function: HostFunction) -> "Connection":
+        """Give the function a number for this call, which no other has."""
+        device = jax.config.jax_default_device
+        try:
+            number, token = self._unused[device].pop()
+        except (KeyError, IndexError):
+            number = next(_numbers)
+            with _compat.own_transfers():
+                token = jax.device_put(np.int32(number))  # this takes longer than all the rest
+        self._functions[number] = function
+
+        def release() -> None:
+            self._functions.pop(number, None)
+            self._unused.setdefault(device, []).append((number, token))
+
+        return Connection(self, {"token": token}, function, release)
+
+    def __call__(self, packet: Packet, token: int = 0) -> int | None:
+        """Take a packet, on the host."""
+        function = self._functions.get(~token if token < 0 else token)
+        if function is None:
+            raise _errors.LoxError(
+                "events came after the call of the tapped function has failed, or when their logger was gone: "
+                "they are lost."
+            )
+        return function(packet, token)
+
+
+_lookups = {ordered: Lookup(ordered) for ordered in (True, False)}
+
+
+class Connection(NamedTuple):
+    """How a program gets to a host function."""
+
+    deliver: Deliver  # what is compiled in
+    given: dict[str, Any]  # the token, if the function is looked up
+    function: HostFunction  # which must exist while packets may come
+    release: Callable[[], None]  # called when no more packets will come
+
+
+def connect(function: HostFunction) -> Connection:
+    """Let programs that begin now get to this function; those that are only traced keep it."""
+    if _compat.is_evaluating():
+        return _lookups[function.ordered].connect(function)
+    return Connection(function, {}, function, lambda: None)
 
 
 class Delivery(HostFunction):
     """Delivers every event to the callback as it arrives."""
-
-    ordered = True  # for `emit`
-    buffered = False
 
     def __call__(self, packet: Packet, token: int = 0) -> int | None:
         """Take the events of one call, on the host."""
@@ -44,9 +109,6 @@ class Delivery(HostFunction):
 
 class PacketDelivery(HostFunction):
     """Hands every packet to the callback as it arrives."""
-
-    ordered = True  # for `emit`
-    buffered = False
 
     def __call__(self, packet: Packet, token: int = 0) -> int | None:
         """Take a packet, on the host."""
@@ -99,18 +161,15 @@ class BufferedDelivery(Delivery):
     immediately.
     """
 
-    buffered = True
-
     def __init__(self, callback: Callback, size: int):
         super().__init__(callback)
         self.size = size
-        self.numbers = itertools.count(1)
         self.pending: dict[int, Pending] = {}
 
     def __call__(self, packet: Packet, token: int = 0) -> int | None:
         """Keep the events, and pass them on if there are enough."""
         if packet.signal == BEGIN:
-            number = next(self.numbers)
+            number = next(_numbers)
             self.pending[number] = Pending()
             return number
         bundles = [part for bundle in packet.content().bundles if (part := bundle.occurred()) is not None]

@@ -12,11 +12,12 @@ from lox._data import _bundle
 from lox._data._bundle import Bundle, Keys
 from lox._data._lanes import Laned
 from lox._engine import _emit, _handler, _interpret
+from lox._engine._emit import Deliver
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Tally
 from lox._engine._primitive import bind
 from lox._engine._selection import Names
-from lox._transforms._deliver import BufferedDelivery, Delivery, PacketDelivery, one_for
+from lox._transforms._deliver import BufferedDelivery
 from lox._transforms._fold import Fold
 from lox._transforms._slots import Buffer, Room, Tick
 from lox._transforms._spool import Collect
@@ -35,16 +36,11 @@ class Stream(Handler):
     """
 
     collect: Collect
-    deliver: Delivery | PacketDelivery
+    deliver: Deliver
     prefix: str
     buffer: int | None
 
     waits: ClassVar[bool] = True  # whether a call returns only after the last callback
-
-    @classmethod
-    def delivery(cls, callback: Callable[[Any], Any], buffer: int | None) -> Delivery | PacketDelivery:
-        """The host function that hands events to the callback."""
-        return one_for(callback, Delivery) if buffer is None else one_for(callback, BufferedDelivery, buffer)
 
     @property
     def names(self) -> Names | None:
@@ -58,7 +54,7 @@ class Stream(Handler):
     def initial_state(self) -> dict[str, Any]:
         """The token before the first event; nothing is counted or reduced yet."""
         token = _emit.new_token()
-        if self.deliver.buffered:
+        if isinstance(self.deliver, BufferedDelivery):
             token = _emit.emit(self.deliver, [], token, signal=_emit.BEGIN)
         return {"token": token, "folds": {}, "counts": {}}
 
@@ -206,7 +202,7 @@ class Stream(Handler):
         folds = frame.state["folds"]
         if self.buffer:
             self.emit_all(frame, [], self.take_reduced(frame, dict.fromkeys([key for (key,) in folds], 1)))
-            if self.deliver.buffered:
+            if self.waits:  # else the host delivers what it has without being told
                 return _emit.emit(self.deliver, [], frame.state["token"], signal=_emit.FLUSH)
             return frame.state["token"]
         for key, certain in frame.keys.items():

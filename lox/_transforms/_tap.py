@@ -1,5 +1,6 @@
 """`lox.tap`: stream logs to a callback while the program runs."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +13,7 @@ from lox._engine._selection import Selection
 from lox._engine._sink import show
 from lox._transforms import _call
 from lox._transforms._call import P, R
-from lox._transforms._deliver import Callback
+from lox._transforms._deliver import BufferedDelivery, Callback, Connection, Delivery, connect, one_for
 from lox._transforms._spool import Collect
 from lox._transforms._stream import Stream
 
@@ -65,18 +66,20 @@ def tap(
     Raises:
         OptionError: An option that makes no sense.
     """
-    stream = streaming(Stream, callback, argnames, tags, prefix, interval, reduce, buffer)
+    if not callable(callback):
+        raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of a logdict.")
+    stream = streaming(Stream, argnames, tags, prefix, interval, reduce, buffer)
+    function = one_for(callback, Delivery) if buffer is None else one_for(callback, BufferedDelivery, buffer)
 
     @functools.wraps(fun)
     def tapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        return stream(fun, args, kwargs)
+        return stream(fun, args, kwargs, connect(function))
 
     return tapped
 
 
 def streaming(
     kind: type[Stream],
-    callback: Callable[[Any], Any],
     argnames: str | Iterable[str] | None,
     tags: str | Iterable[str] | None,
     prefix: str,
@@ -84,39 +87,40 @@ def streaming(
     reduce: Any,
     buffer: int | None,
 ) -> Callable[..., Any]:
-    """How `tap` with these options calls a function: `(fun, args, kwargs, **given)`.
+    """How `tap` with these options calls a function: `(fun, args, kwargs, connection, **given)`.
 
     `given` becomes part of the state of the handler, whose class is `kind`.
     """
-    if not callable(callback):
-        raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of a logdict.")
     prefix, reduction = _call.prefix_option(prefix), _call.reduce_option(reduce)
     interval, buffer = _call.count_option("interval", interval), _call.count_option("buffer", buffer)
     collect = Collect(Selection.of(argnames, tags), reduction, None, interval, keep_logs=True)
 
-    def stream(fun: Callable[..., Any], args: Any, kwargs: Any, **given: Any) -> Any:
-        handler = kind(collect, kind.delivery(callback, buffer), prefix, buffer)
-
-        def transform(fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> tuple[Any, Any]:
-            out, frame = _trace.run_function(handler, fun, args, kwargs, given)
-            with _compat.own_transfers():
-                return out, handler.finish(frame)
-
-        return finished(lambda: _call.call(fun, handler, transform, args, kwargs, given), kind.waits)
+    def stream(fun: Callable[..., Any], args: Any, kwargs: Any, connection: Connection, **given: Any) -> Any:
+        return run(kind(collect, connection.deliver, prefix, buffer), fun, args, kwargs, connection, given)
 
     return stream
 
 
-def finished(call: Callable[[], tuple[Any, Any]], wait: bool = True) -> Any:
-    """The result of `call()`, which also returns the last token; raises the exception of a callback unchanged."""
+def run(
+    handler: Any, fun: Callable[..., Any], args: Any, kwargs: Any, connection: Connection, given: dict[str, Any]
+) -> Any:
+    """Call a function with a handler whose last state is a token; raises the exception of a callback unchanged."""
+
+    def transform(fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> tuple[Any, Any]:
+        out, frame = _trace.run_function(handler, fun, args, kwargs, given)
+        with _compat.own_transfers():
+            return out, handler.finish(frame)
+
+    given = {**given, **connection.given}
     try:
-        if not wait or _compat.is_evaluating():
-            out, token = call()
-        else:
-            with _handler.failing_at_once():
-                out, token = call()
-        if wait and not isinstance(token, _compat.Tracer):
+        at_once = handler.waits and not _compat.is_evaluating()
+        with _handler.failing_at_once() if at_once else contextlib.nullcontext():
+            out, token = _call.call(fun, handler, transform, args, kwargs, given)
+        if handler.waits and not isinstance(token, _compat.Tracer):
             jax.block_until_ready(token)  # it is ready once the last callback has returned
+            if len(token.sharding.device_set) > 1:
+                jax.effects_barrier()  # on several devices it does not wait for callbacks
+            connection.release()
     except Exception as raised:
         error = _emit.error_behind(raised)
         if error is None:

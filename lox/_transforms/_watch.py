@@ -7,7 +7,7 @@ called once, for the first that fails.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +16,23 @@ import numpy as np
 from lox import _errors
 from lox._data import _lanes
 from lox._data._lanes import Laned, pick
-from lox._engine import _emit, _trace
-from lox._engine._emit import Packet
+from lox._engine import _emit
+from lox._engine._emit import Deliver, Packet
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Keep
 from lox._engine._primitive import bind
 from lox._engine._selection import Names, Selection
 from lox._errors import NonFiniteError
-from lox._transforms import _call
 from lox._transforms._call import P, R
-from lox._transforms._deliver import HostFunction, one_for
+from lox._transforms._deliver import HostFunction, connect, one_for
 from lox._transforms._state import typed_like
-from lox._transforms._tap import finished
+from lox._transforms._tap import run
 
 
 class Report(HostFunction):
     """Describes the failed event to the callback."""
+
+    ordered = False
 
     def __call__(self, packet: Packet, token: int = 0) -> None:
         """Take the event."""
@@ -58,7 +59,9 @@ class Watch(Handler):
     """Checks events until one fails. The state is the token, and whether one has failed."""
 
     selection: Selection
-    deliver: Report
+    deliver: Deliver
+
+    waits: ClassVar[bool] = True
 
     @property
     def names(self) -> Names | None:
@@ -112,6 +115,10 @@ class Watch(Handler):
         """Check only events of the primal."""
         return Keep()
 
+    def finish(self, frame: Frame) -> Any:
+        """Return the last token."""
+        return frame.state["token"]
+
 
 def _not_finite(x: Laned) -> Laned:
     finite = jnp.isfinite(x.tree)
@@ -159,16 +166,13 @@ def watch(
     """
     if callback is not None and not callable(callback):
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of an error.")
-    deliver = one_for(_raise if callback is None else callback, Report)
-    handler = Watch(Selection.of(argnames, tags), deliver)
-
-    def transform(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        out, frame = _trace.run_function(handler, fun, args, kwargs)
-        return out, frame.state["token"]
+    report = one_for(_raise if callback is None else callback, Report)
+    selection = Selection.of(argnames, tags)
 
     @functools.wraps(fun)
     def watched(*args: P.args, **kwargs: P.kwargs) -> R:
-        return finished(lambda: _call.call(fun, handler, transform, args, kwargs))
+        connection = connect(report)
+        return run(Watch(selection, connection.deliver), fun, args, kwargs, connection, {})
 
     return watched
 

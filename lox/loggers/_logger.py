@@ -17,10 +17,9 @@ from lox._data._bundle import Bundle
 from lox._data._lanes import Laned
 from lox._data._logdict import logdict
 from lox._engine import _emit
-from lox._engine._emit import END
+from lox._engine._emit import END, Deliver
 from lox._transforms import _call
 from lox._transforms._call import P, R
-from lox._transforms._deliver import PacketDelivery, one_for
 from lox._transforms._spool import spool as _spool
 from lox._transforms._tap import streaming
 from lox.loggers._batch import Batch
@@ -154,7 +153,8 @@ class Logger:
         bundles = as_bundles(logs, steps)
         prefix = _call.prefix_option(prefix)
         if bundles:
-            self._send(run, [bundle.prefixed(prefix) for bundle in bundles], getattr(logs, "dropped", {}))
+            bundles = [bundle.prefixed(prefix) for bundle in bundles]
+            send(self._pipeline.delivery, run, bundles, dropped=getattr(logs, "dropped", {}))
 
     def spool(
         self,
@@ -177,18 +177,21 @@ class Logger:
         options: dict[str, Any] = dict(argnames=_names(argnames), tags=_names(tags), keep_logs=keep_logs)
         options |= dict(interval=interval, reduce=reduce, prefix=prefix, capacity=capacity, unify=unify)
         _spool(fun, **options)  # raises errors about options now and not at the call
-        cache_key = ("spool", self, _hashable(options))
-
-        def transform(fun: Callable[..., Any], args: Any, kwargs: Any, run: Any) -> Any:
-            out, logs = _spool(fun, **options)(*args, **kwargs)
-            if logs:
-                self._send(run, logs.to_bundles(), logs.dropped)
-            return out
+        hashable = _hashable(options)
 
         @functools.wraps(fun)
         def spooled(*args: P.args, **kwargs: P.kwargs) -> R:
             self._pipeline.require_open("spool")
-            return _call.call(fun, cache_key, transform, args, kwargs, run)
+            connection = self._pipeline.connection()
+            deliver = connection.deliver
+
+            def transform(fun: Callable[..., Any], args: Any, kwargs: Any, run: Any, given: Any) -> Any:
+                out, logs = _spool(fun, **options)(*args, **kwargs)
+                if logs:
+                    send(deliver, run, logs.to_bundles(), dropped=logs.dropped, **given)
+                return out
+
+            return _call.call(fun, ("spool", deliver, hashable), transform, args, kwargs, run, connection.given)
 
         return spooled
 
@@ -208,12 +211,12 @@ class Logger:
         The options are those of `lox.tap`. Returns a function with the signature and the result of `fun`.
         """
         run = self._run_of(state, "tap")
-        stream = streaming(RoutedStream, self._pipeline.receive, argnames, tags, prefix, interval, reduce, buffer)
+        stream = streaming(RoutedStream, argnames, tags, prefix, interval, reduce, buffer)
 
         @functools.wraps(fun)
         def tapped(*args: P.args, **kwargs: P.kwargs) -> R:
             self._pipeline.require_open("tap")
-            return stream(fun, args, kwargs, run=run)
+            return stream(fun, args, kwargs, self._pipeline.connection(), run=run)
 
         return tapped
 
@@ -244,7 +247,7 @@ class Logger:
         self._require_state(state, "close")
         waiting = _compat.is_evaluating()
         errors = self._pipeline.settle() if waiting else []  # of computations under way, which may still log
-        self._send(jnp.asarray(state.run, jnp.int32), [], signal=END)
+        send(self._pipeline.delivery, jnp.asarray(state.run, jnp.int32), [], signal=END)
         raise_all(self._pipeline.name, [*errors, *(self._pipeline.settle() if waiting else [])])
 
     def __enter__(self) -> Self:
@@ -284,14 +287,15 @@ class Logger:
                 f"`{what}` got {state!r} for the logger's state: give it what `init(key)` returned."
             )
 
-    def _send(
-        self, run: Any, bundles: Iterable[Bundle], dropped: Mapping[str, Any] | None = None, signal: str | None = None
-    ) -> None:
-        # `lox.spool` has already warned about events that were dropped, if it could.
-        unknown = {key: count for key, count in (dropped or {}).items() if isinstance(count, _compat.Tracer)}
-        deliver = one_for(self._pipeline.receive, PacketDelivery)
-        with _compat.own_transfers():
-            _emit.emit(deliver, map(as_words, bundles), route=Laned(run), signal=signal, dropped=unknown)
+
+def send(
+    deliver: Deliver, run: Any, bundles: Iterable[Bundle], dropped: Mapping[str, Any] | None = None, **options: Any
+) -> None:
+    """Send events to the pipeline of a logger."""
+    # `lox.spool` has already warned about events that were dropped, if it could.
+    unknown = {key: count for key, count in (dropped or {}).items() if isinstance(count, _compat.Tracer)}
+    with _compat.own_transfers():
+        _emit.emit(deliver, map(as_words, bundles), route=Laned(run), dropped=unknown, **options)
 
 
 def _names(option: Any) -> Any:

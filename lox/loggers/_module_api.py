@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from lox import _compat, _errors
 from lox._engine._emit import END
-from lox.loggers._logger import Logger
+from lox.loggers._logger import Logger, send
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._run import LoggerState, Run
 
@@ -110,7 +110,7 @@ class SingleRuns:
             run: What `init` returned.
         """
         logger = self.logger()
-        logger._send(logger._run_of(run, "finish"), [], signal=END)
+        send(logger._pipeline.delivery, logger._run_of(run, "finish"), [], signal=END)
         if _compat.is_evaluating():
             logger.flush()
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from lox import _errors
+from lox import _compat, _errors
 from lox._data._bundle import Bundle
 from lox._data._logdict import logdict, warn_of_dropped
 from lox._engine._emit import END, Packet
+from lox._transforms._deliver import Connection, PacketDelivery, connect
 from lox.loggers._batch import Batch, Job, batches, logs_of
 from lox.loggers._errors import ErrorLog, raise_all
 from lox.loggers._queue import Writer
@@ -44,7 +45,8 @@ class Pipeline:
         self._lock = threading.RLock()  # held while host methods run
         self._registering = threading.Lock()
         self._writer: Writer | None = None
-        self._targets: dict[Any, Any] = {}
+        self.delivery = PacketDelivery(self.receive)
+        self._connections: dict[Any, Connection] = {}
 
     # --- for programs ---
 
@@ -61,6 +63,13 @@ class Pipeline:
     def is_of_this_process(self) -> bool:
         """Whether the logger belongs to this process, not to the one it was forked from."""
         return self._writer is None or self._writer.is_of_this_process
+
+    def connection(self) -> Connection:
+        """How programs that begin now send packets here, as long as the logger exists."""
+        place = _compat.is_evaluating(), jax.config.jax_default_device
+        if place not in self._connections:
+            self._connections[place] = connect(self.delivery)
+        return self._connections[place]
 
     def unknown(self, number: int) -> _errors.LoxError:
         """Return the error for a run that is not one of this logger's."""
@@ -84,7 +93,10 @@ class Pipeline:
                 "the logger that they were traced with: define the function again for a new logger, or pass it the "
                 "state of `init` as an argument."
             )
-        lanes = [given and self.new_run(given[0], plan.rebuild(given[1:]), impl) for given in packet.by_lane()]
+        lanes = [
+            None if given is None else self.new_run(given[0], plan.rebuild(given[1:]), impl)
+            for given in packet.by_lane()
+        ]
         self.open([run for run in lanes if run], packet.eager)
         return [[run.id if run else -1 for run in lanes]]
 

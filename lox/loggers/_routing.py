@@ -6,13 +6,11 @@ transformations.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lox._data._bundle import Bundle
 from lox._data._lanes import Laned
 from lox._engine._handler import Frame
-from lox._transforms._deliver import PacketDelivery, one_for
 from lox._transforms._stream import Stream
 from lox.store._prng_keys import as_words
 
@@ -22,12 +20,6 @@ class RoutedStream(Stream):
     """Streams events together with the number of their run, `state["run"]`."""
 
     waits: ClassVar[bool] = False  # the callback only queues the event, so computations may stay asynchronous
-
-    @classmethod
-    def delivery(cls, callback: Callable[[Any], Any], buffer: int | None) -> PacketDelivery:
-        """The host function that hands packets on, which the logger joins itself."""
-        del buffer
-        return one_for(callback, PacketDelivery)
 
     def route(self, frame: Frame) -> Laned:
         """The number of the run."""
