@@ -26,7 +26,7 @@ from lox.loggers._batch import Batch
 from lox.loggers._errors import raise_all
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._routing import RoutedStream
-from lox.loggers._run import ConfigPlan, LoggerState, Run, prng_key_words
+from lox.loggers._run import ConfigTree, LoggerState, Run, prng_key_words
 from lox.loggers._values import as_bundles
 from lox.store._prng_keys import as_words
 
@@ -135,8 +135,8 @@ class Logger:
         """
         self._pipeline.require_open("init")
         words, impl = prng_key_words(key)
-        plan, arrays = ConfigPlan.of(config)
-        begin = functools.partial(self._pipeline.begin, plan, impl)
+        tree, arrays = ConfigTree.of(config)
+        begin = functools.partial(self._pipeline.begin, tree, impl)
         (number,) = _emit.ask(begin, [words, *arrays], [np.int32])
         return LoggerState(number, words)
 

@@ -21,7 +21,7 @@ from lox._transforms._deliver import Connection, PacketDelivery, connect
 from lox.loggers._batch import Batch, Job, batches, logs_of
 from lox.loggers._errors import ErrorLog, raise_all
 from lox.loggers._queue import Writer
-from lox.loggers._run import ConfigPlan, Run
+from lox.loggers._run import ConfigTree, Run
 from lox.store._prng_keys import words_only
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Pipeline:
 
     # --- in callbacks ---
 
-    def begin(self, plan: ConfigPlan, impl: str | None, packet: Packet, token: int) -> Any:
+    def begin(self, tree: ConfigTree, impl: str | None, packet: Packet, token: int) -> Any:
         """Open a run for every lane in which it is called; return the numbers of the runs, -1 for the other lanes."""
         del token
         if self.closed or not self.is_of_this_process:  # better to fail now than to lose every event
@@ -94,7 +94,7 @@ class Pipeline:
                 "state of `init` as an argument."
             )
         lanes = [
-            None if given is None else self.new_run(given[0], plan.rebuild(given[1:]), impl)
+            None if given is None else self.new_run(given[0], tree.rebuild(given[1:]), impl)
             for given in packet.by_lane()
         ]
         self.open([run for run in lanes if run], packet.eager)

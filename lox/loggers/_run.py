@@ -80,15 +80,15 @@ def prng_key_words(prng_key: Any) -> tuple[Any, str | None]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ConfigPlan:
+class ConfigTree:
     """Puts a config together again: its arrays travel through the program, the rest stays in Python."""
 
     treedef: Any
     static: tuple[Any, ...]  # the leaves, with `_ARRAY` in place of arrays
 
     @classmethod
-    def of(cls, config: Any) -> tuple["ConfigPlan", list[Any]]:
-        """Return the plan, and the arrays."""
+    def of(cls, config: Any) -> tuple["ConfigTree", list[Any]]:
+        """Return the tree, and the arrays."""
         if config is not None and not isinstance(config, Mapping):
             raise _errors.LogTypeError(f"`config` is {config!r}; it must be a dict of hyper-parameters.")
         # Here None is a value ("no clipping"), not an empty tree.

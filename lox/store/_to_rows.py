@@ -22,29 +22,29 @@ from lox.store._prng_keys import PRNGKeyWords, as_words
 from lox.store._schema import MAX_RUNS, Column, Key, Schema
 
 Array = np.ndarray[Any, Any]
-_MAX_PLANS = 1000
+_MOST = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """Rows for one table: the bytes of the column `run` and of all others but `wall`."""
+class Rows:
+    """RowMaker for one table: the bytes of the column `run` and of all others but `wall`."""
 
     schema: Schema
-    rows: int
+    count: int
     runs: bytes
     columns: list[bytes]
 
 
-class Rows:
+class RowMaker:
     """Makes rows of events, and remembers how."""
 
     def __init__(self) -> None:
-        self._plans: dict[Any, _Plan] = {}
+        self._columns: dict[Any, _Columns] = {}
         self._schemas: dict[Any, Schema] = {}  # by what they contain
-        self._schema_of: dict[tuple[int, ...], Schema] = {}  # by the identities of plans, which is quicker
+        self._schema_of: dict[tuple[int, ...], Schema] = {}  # by the identities of columns, which is quicker
         self._order: dict[str, int] = {}  # of keys, by when they were first seen
 
-    def of_logs(self, runs: Any, logs: Mapping[str, Any]) -> list[Piece]:
+    def of_logs(self, runs: Any, logs: Mapping[str, Any]) -> list[Rows]:
         """Return the rows of these logs. `runs` is the number of a run, or an array of them, one per lane."""
         runs = np.asarray(runs, np.int32)
         logs = logs if isinstance(logs, logdict) else logdict(logs)
@@ -58,7 +58,7 @@ class Rows:
             bundles = [runs_outermost(bundle, route) for bundle in bundles]
         return self.of(runs.reshape(-1), bundles)
 
-    def of(self, runs: Array, bundles: Sequence[Bundle]) -> list[Piece]:
+    def of(self, runs: Array, bundles: Sequence[Bundle]) -> list[Rows]:
         """Return the rows of events whose outermost lane is the run."""
         tables: list[list[Bundle]] = []
         for bundle in bundles:
@@ -68,50 +68,50 @@ class Rows:
                     break
             else:
                 tables.append([bundle])
-        return [self._piece(runs, table, *block) for table in tables for block in _blocks(runs, table[0])]
+        return [self._rows(runs, table, *block) for table in tables for block in _blocks(runs, table[0])]
 
-    def _piece(self, runs: Array, table: list[Bundle], start: int, stop: int, width: int) -> Piece:
+    def _rows(self, runs: Array, table: list[Bundle], start: int, stop: int, width: int) -> Rows:
         """Return the rows of the runs from `start` to `stop`, each of which has `width` runs."""
-        first, plans = table[0], [self._plan(bundle, width) for bundle in table]
+        first, parts = table[0], [self._columns_of(bundle, width) for bundle in table]
         rows = lambda x: _rows(x, start, stop, width)  # noqa: E731
         columns = [np.repeat(runs[start:stop:width], first.count())]
-        columns += [rows(first.steps[column.name]) for column in plans[0].steps]
+        columns += [rows(first.steps[column.name]) for column in parts[0].steps]
         kept = None
         if first.valid is not None:
             valid = rows(first.valid)
             some = valid.any(tuple(range(1, valid.ndim)))
             kept = None if some.all() else np.flatnonzero(some)
-            columns += [valid] if plans[0].valid is not None else []
+            columns += [valid] if parts[0].valid is not None else []
         columns += [rows(x) for bundle in table for x in bundle.values]
         columns = columns if kept is None else [x[kept] for x in columns]
         numbers, *raw = [x.tobytes() for x in columns]
-        return Piece(self._schema(plans, width), len(columns[0]), numbers, raw)
+        return Rows(self._schema(parts, width), len(columns[0]), numbers, raw)
 
-    def _plan(self, bundle: Bundle, width: int) -> "_Plan":
+    def _columns_of(self, bundle: Bundle, width: int) -> "_Columns":
         arrays = [*bundle.values, *bundle.steps.values(), *([] if bundle.valid is None else [bundle.valid])]
         forms = tuple([(x.tree.dtype, x.tree.shape[1 + bool(x.flags[0]) :], x.flags) for x in arrays])
         signature = (width, bundle.keys, bundle.treedefs, tuple(bundle.steps), bundle.valid is None, forms)
-        plan = self._plans.get(signature)
-        if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
+        columns = self._columns.get(signature)
+        if columns is None:
+            if len(self._columns) >= _MOST:
+                self._columns.clear()
                 self._schema_of.clear()
-            plan = self._plans[signature] = _Plan(bundle, width)
+            columns = self._columns[signature] = _Columns(bundle, width)
             for key in bundle.keys:
                 self._order.setdefault(key, len(self._order))
-        return plan
+        return columns
 
-    def _schema(self, plans: list["_Plan"], width: int) -> Schema:
+    def _schema(self, parts: list["_Columns"], width: int) -> Schema:
         """Return one schema, and so use one segment, for bundles that differ only in the number of events or runs."""
-        known = tuple([id(plan) for plan in plans])
+        known = tuple([id(part) for part in parts])
         if known not in self._schema_of:
-            static = (width, *[(plan.keys, plan.steps, plan.valid) for plan in plans])
+            static = (width, *[(part.keys, part.steps, part.valid) for part in parts])
             if static not in self._schemas:
-                if len(self._schemas) >= _MAX_PLANS:
+                if len(self._schemas) >= _MOST:
                     self._schemas.clear()
-                keys = tuple(Key(*key, self._order[key[0]]) for plan in plans for key in plan.keys)
-                self._schemas[static] = Schema(plans[0].steps, plans[0].valid, keys, width)
-            if len(self._schema_of) >= _MAX_PLANS:
+                keys = tuple(Key(*key, self._order[key[0]]) for part in parts for key in part.keys)
+                self._schemas[static] = Schema(parts[0].steps, parts[0].valid, keys, width)
+            if len(self._schema_of) >= _MOST:
                 self._schema_of.clear()
             self._schema_of[known] = self._schemas[static]
         return self._schema_of[known]
@@ -191,7 +191,7 @@ def _rows(x: Laned, start: int, stop: int, width: int) -> Array:
     return rows.reshape(events * blocks, *([width] if x.flags[0] and width > 1 else []), *item)
 
 
-class _Plan:
+class _Columns:
     """What is known of the rows of a bundle without its values."""
 
     def __init__(self, bundle: Bundle, width: int):

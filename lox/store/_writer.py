@@ -19,7 +19,7 @@ from lox.store._group import Entry
 from lox.store._record_batch import Batches
 from lox.store._schema import Schema
 from lox.store._segment import WAY_OUT, SegmentWriter
-from lox.store._to_rows import Piece, Rows
+from lox.store._to_rows import RowMaker, Rows
 
 Array = np.ndarray[Any, Any]
 
@@ -38,16 +38,16 @@ class _Table:
         self.rows = 0
         self.size = 0  # of the rows, in bytes
 
-    def add(self, piece: Piece, wall: bytes) -> int:
+    def add(self, rows: Rows, wall: bytes) -> int:
         """Add rows; return their size in bytes."""
-        if not piece.rows:
+        if not rows.count:
             return 0
         size = 0
-        columns = [piece.runs, wall * piece.rows, *piece.columns]
+        columns = [rows.runs, wall * rows.count, *rows.columns]
         for waiting, data in zip(self.columns, columns, strict=True):
             waiting.append(data)
             size += len(data)
-        self.rows += piece.rows
+        self.rows += rows.count
         self.size += size
         return size
 
@@ -121,7 +121,7 @@ class Writer:
         self._created = time.time()
         self._pid = os.getpid()
         self._catalog = Catalog(self.path)
-        self._rows = Rows()
+        self._rows = RowMaker()
         self._tables: dict[Schema, _Table] = {}  # the last one written comes last
         self._pending = 0
         self._refused = 0  # pending bytes when writing failed, to try again when there are more
@@ -244,21 +244,21 @@ class Writer:
         """Add events whose outermost lane is the run; they are NumPy arrays with an event axis."""
         self._append(lambda: self._rows.of(runs, bundles))
 
-    def _append(self, make: Callable[[], list[Piece]], wall: float | None = None) -> None:
+    def _append(self, make: Callable[[], list[Rows]], wall: float | None = None) -> None:
         with self._lock:
             self._check_open()
-            pieces = make()
+            made = make()
             if self._pending > _MAX_PENDING:
                 raise _errors.StoreError(
                     f"{str(self.group)!r} cannot be written to, and {self._pending >> 20} MB are waiting in memory: "
-                    f"{sum(p.rows for p in pieces)} events were not taken.\nFree some space and flush."
+                    f"{sum(rows.count for rows in made)} events were not taken.\nFree some space and flush."
                 )
             stamp = struct.pack("<d", self._tick(wall))
-            for piece in pieces:
-                table = self._tables.get(piece.schema)
+            for rows in made:
+                table = self._tables.get(rows.schema)
                 if table is None:
-                    table = self._tables[piece.schema] = _Table(piece.schema)
-                self._pending += table.add(piece, stamp)
+                    table = self._tables[rows.schema] = _Table(rows.schema)
+                self._pending += table.add(rows, stamp)
             if self._pending - self._refused >= self._buffer_bytes:
                 self._write_pending()
 

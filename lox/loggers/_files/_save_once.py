@@ -13,7 +13,7 @@ from lox._data._logdict import logdict
 from lox._engine import _emit
 from lox._engine._emit import Packet
 from lox._engine._primitive import as_array
-from lox.loggers._run import ConfigPlan
+from lox.loggers._run import ConfigTree
 from lox.store._catalog import check_mode
 from lox.store._prng_keys import KeyData, impl_name, is_prng_key, words_of
 from lox.store._writer import Writer
@@ -80,7 +80,7 @@ def _save_in_program(logs: logdict, path: str | os.PathLike[str], key: Any, mode
     values = [jax.random.key_data(x) if is_prng_key(x) else as_array(x, "these logs") for x in leaves]
     words = [] if key is None else [jax.random.key_data(key) if is_prng_key(key) else key]
     key_impl = impl_name(key) if is_prng_key(key) else None
-    plan, arrays = ConfigPlan.of(config)
+    tree, arrays = ConfigTree.of(config)
 
     def write(packet: Packet, token: int) -> None:
         del token
@@ -90,7 +90,7 @@ def _save_in_program(logs: logdict, path: str | os.PathLike[str], key: Any, mode
                 rest = iter(given)
                 lane = [KeyData(x, impl) if impl else x for impl, x in zip(impls, rest, strict=False)]
                 lane_words = next(rest) if words else None
-                lane_config = None if config is None else plan.rebuild(list(rest))
+                lane_config = None if config is None else tree.rebuild(list(rest))
                 lanes.append((lane_words, _on_host(jax.tree.unflatten(treedef, lane)), lane_config))
         if lanes:
             with Writer(path) as writer:

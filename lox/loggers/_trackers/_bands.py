@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from lox._data._histogram import Histogram
-from lox.loggers._trackers._entries import Entry
+from lox.loggers._trackers._series import Series
 
 # Student's t: 95% of the distribution lie within, by degrees of freedom from 1 on.
 _T95 = (
@@ -23,13 +23,13 @@ def t95(samples: np.ndarray) -> np.ndarray:
     return np.where(freedom <= len(_T95), np.asarray(_T95)[np.minimum(freedom, len(_T95)) - 1], series)
 
 
-def over_lanes(entry: Entry, part_name: Callable[[str, str], str]) -> Iterator[Entry]:
-    """Yield the statistics of an entry `(lane, event)` as entries `(event,)`.
+def over_lanes(one: Series, part_name: Callable[[str, str], str]) -> Iterator[Series]:
+    """Yield the statistics of a series `(lane, event)` as series `(event,)`.
 
     Statistics are over events with the same index in their lanes and the same steps. Histograms are added up; of
     pictures, the first is kept.
     """
-    for part in _same_steps(entry):
+    for part in _same_steps(one):
         valid = _valid(part)
         count = valid.sum(0)
         kept = count > 0
@@ -41,11 +41,11 @@ def over_lanes(entry: Entry, part_name: Callable[[str, str], str]) -> Iterator[E
             def total(x: np.ndarray, valid: np.ndarray = valid, kept: np.ndarray = kept) -> np.ndarray:
                 return np.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0).sum(0)[kept]
 
-            yield Entry(part.name, jax.tree.map(total, part.value), steps, None)
+            yield Series(part.name, jax.tree.map(total, part.value), steps, None)
             continue
         if not isinstance(part.value, np.ndarray):
             first = jax.tree.map(lambda x, v=valid, k=kept: _first(x, v)[k], part.value)
-            yield Entry(part.name, first, steps, None)
+            yield Series(part.name, first, steps, None)
             continue
         x = np.where(valid, part.value.astype(np.float64), 0.0)[:, kept]
         n = count[kept]
@@ -54,13 +54,13 @@ def over_lanes(entry: Entry, part_name: Callable[[str, str], str]) -> Iterator[E
         std = np.sqrt(np.square(deviation).sum(0) / np.maximum(n - 1, 1))
         margin = t95(n) * std / np.sqrt(n)
         several = None if (n > 1).all() else n > 1  # one lane alone has no spread
-        yield Entry(part.name, mean, steps, None)
+        yield Series(part.name, mean, steps, None)
         for name, values in (("std", std), ("ci95_low", mean - margin), ("ci95_high", mean + margin)):
-            yield Entry(part_name(part.name, name), values, steps, several)
+            yield Series(part_name(part.name, name), values, steps, several)
 
 
-def _valid(entry: Entry) -> np.ndarray:
-    return np.ones(jax.tree.leaves(entry.value)[0].shape[:2], bool) if entry.valid is None else entry.valid
+def _valid(one: Series) -> np.ndarray:
+    return np.ones(jax.tree.leaves(one.value)[0].shape[:2], bool) if one.valid is None else one.valid
 
 
 def _first(x: np.ndarray, valid: np.ndarray) -> np.ndarray:
@@ -68,13 +68,13 @@ def _first(x: np.ndarray, valid: np.ndarray) -> np.ndarray:
     return x[valid.argmax(0), np.arange(x.shape[1])]
 
 
-def _same_steps(entry: Entry) -> Iterator[Entry]:
-    """Split an entry so that all lanes have the same steps at the same index; usually there is nothing to split."""
-    left = _valid(entry)
+def _same_steps(one: Series) -> Iterator[Series]:
+    """Split a series so that all lanes have the same steps at the same index; usually there is nothing to split."""
+    left = _valid(one)
     while left.any():
         alike = left
-        for x in entry.steps.values():
+        for x in one.steps.values():
             first = _first(x, left)
             alike = alike & ((x == first) | ((x != x) & (first != first)))
-        yield entry if alike.all() else Entry(entry.name, entry.value, entry.steps, alike)
+        yield one if alike.all() else Series(one.name, one.value, one.steps, alike)
         left = left & ~alike

@@ -20,7 +20,7 @@ from lox.loggers._batch import Batch
 from lox.loggers._files._rows import bins, strict_json
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run
-from lox.loggers._trackers._entries import MOST_ELEMENTS, Entry, Sorter, missing_steps, raise_problems
+from lox.loggers._trackers._series import MOST_ELEMENTS, Series, Splitter, missing_steps, raise_problems
 
 Value = np.ndarray | Histogram | Image  # a number, a histogram or a picture per event
 
@@ -67,7 +67,7 @@ class CurveLogger(Logger):
     def __init__(self, step: str = "step", arrays: str = "elements", max_elements: int = MOST_ELEMENTS):
         if not isinstance(step, str):
             raise _errors.LogTypeError(f"`step` is {step!r}; it must be the name of a step, such as 'step'.")
-        self._curves = _Curves(step, Sorter(self._pipeline.name, arrays, max_elements, self.reserved_names))
+        self._curves = _Curves(step, Splitter(self._pipeline.name, arrays, max_elements, self.reserved_names))
 
     def send(self, run: Run, curves: list[Curve]) -> None:
         """Hand the events of one run to the client."""
@@ -102,8 +102,8 @@ class CurveLogger(Logger):
 class _Curves:
     """Makes curves of events, and remembers the last step of each curve of each run."""
 
-    def __init__(self, step: str, sorter: Sorter):
-        self._step, self._sorter = step, sorter
+    def __init__(self, step: str, splitter: Splitter):
+        self._step, self._splitter = step, splitter
         self._last: collections.defaultdict[int, dict[str, int]] = collections.defaultdict(dict)
         # Curves that once had a step that was not an integer: from then on, their events are counted.
         self._counted: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
@@ -117,24 +117,24 @@ class _Curves:
 
     def part_name(self, name: str, part: str) -> str:
         """Name a part of a curve."""
-        return self._sorter.part_name(name, part)
+        return self._splitter.part_name(name, part)
 
     def of(self, runs: list[int], bundles: list[Bundle]) -> tuple[list[Curve], list[Exception]]:
         """Return the curves of these runs, and errors about what cannot be plotted, to be raised afterwards."""
-        entries, problems = self._sorter.sort(bundles, lead=2)
+        series, problems = self._splitter.split(bundles, lead=2)
         curves: list[Curve] = []
         others: dict[Any, Curve] = {}
-        for entry in entries:
-            missing = missing_steps(entry.steps)
-            axis = self._step if self._step in entry.steps else next(iter(entry.steps), None)
-            steps, counted = self._steps(runs, entry, axis, missing)
-            curves.append(Curve(entry.name, steps, entry.value, entry.valid))
-            for name, x in entry.steps.items():
+        for one in series:
+            missing = missing_steps(one.steps)
+            axis = self._step if self._step in one.steps else next(iter(one.steps), None)
+            steps, counted = self._steps(runs, one, axis, missing)
+            curves.append(Curve(one.name, steps, one.value, one.valid))
+            for name, x in one.steps.items():
                 written = counted if name == axis else ~missing[name]
                 if not written.any():
                     continue
-                valid = entry.valid if written.all() else written if entry.valid is None else written & entry.valid
-                other = Curve(self._sorter.step_name(name), steps, x, valid)
+                valid = one.valid if written.all() else written if one.valid is None else written & one.valid
+                other = Curve(self._splitter.step_name(name), steps, x, valid)
                 # Keys that are logged together have the same steps: one curve for all of them.
                 same = (other.name, *((a.dtype, a.tobytes()) for a in (x, steps)), _bytes_of(valid))
                 others.setdefault(same, other)
@@ -155,17 +155,17 @@ class _Curves:
         return other if new.all() else dataclasses.replace(other, valid=new[:, None]) if new.any() else None
 
     def _steps(
-        self, runs: list[int], entry: Entry, axis: str | None, missing: dict[str, np.ndarray]
+        self, runs: list[int], one: Series, axis: str | None, missing: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the tracker's steps, and which of them are counted although the event has a step on the axis."""
-        lanes, events = jax.tree.leaves(entry.value)[0].shape[:2]
+        lanes, events = jax.tree.leaves(one.value)[0].shape[:2]
         nowhere = np.zeros((lanes, events), bool)
         if not lanes or not events:
             return np.zeros((lanes, events), np.int64), nowhere
-        valid = ~nowhere if entry.valid is None else entry.valid
-        last = np.array([self._last[run].get(entry.name, -1) for run in runs], np.int64)[:, None]
-        x, known = (nowhere, nowhere) if axis is None else (entry.steps[axis], valid & ~missing[axis])
-        counted = known & self._are_counted(runs, entry.name, x, known)
+        valid = ~nowhere if one.valid is None else one.valid
+        last = np.array([self._last[run].get(one.name, -1) for run in runs], np.int64)[:, None]
+        x, known = (nowhere, nowhere) if axis is None else (one.steps[axis], valid & ~missing[axis])
+        counted = known & self._are_counted(runs, one.name, x, known)
         known = known & ~counted
         if known.all():
             steps, end = x.astype(np.int64), np.full((lanes, 1), events - 1)
@@ -179,7 +179,7 @@ class _Curves:
             end = np.where(valid.any(1), events - 1 - valid[:, ::-1].argmax(1), -1)[:, None]
         ends = np.where(end < 0, last, np.take_along_axis(steps, np.maximum(end, 0), 1))
         for run, step in zip(runs, ends[:, 0].tolist(), strict=True):
-            self._last[run][entry.name] = step
+            self._last[run][one.name] = step
         return steps, counted
 
     def _are_counted(self, runs: list[int], name: str, x: np.ndarray, known: np.ndarray) -> np.ndarray:

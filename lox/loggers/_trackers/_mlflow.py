@@ -17,8 +17,8 @@ from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Names, Run
 from lox.loggers._trackers._clients import client, flat, pillow
 from lox.loggers._trackers._curves import Curve, CurveLogger, json_lines
-from lox.loggers._trackers._entries import MOST_ELEMENTS, raise_problems
 from lox.loggers._trackers._escape import INFINITE, MARK, escape, unescape
+from lox.loggers._trackers._series import MOST_ELEMENTS, raise_problems
 
 # The client's limits for one call, and for names and values.
 _METRICS, _PARAMS, _NAME, _VALUE = 1000, 100, 250, 6000

@@ -14,8 +14,8 @@ from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Names, Run
 from lox.loggers._trackers._clients import client, flat
 from lox.loggers._trackers._curves import Curve, CurveLogger, json_lines
-from lox.loggers._trackers._entries import MOST_ELEMENTS, raise_problems
 from lox.loggers._trackers._escape import MARK, NONFINITE, escape, unescape
+from lox.loggers._trackers._series import MOST_ELEMENTS, raise_problems
 
 # All runs of a process would capture the same output and the same hardware.
 _DEFAULTS = dict(capture_stdout=False, capture_stderr=False, capture_hardware_metrics=False, source_files=[])

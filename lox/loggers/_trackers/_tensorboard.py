@@ -19,7 +19,7 @@ from lox.loggers._files._rows import strict_json
 from lox.loggers._run import LoggerState, Run
 from lox.loggers._trackers import _tfevents
 from lox.loggers._trackers._curves import Curve, CurveLogger
-from lox.loggers._trackers._entries import MOST_ELEMENTS
+from lox.loggers._trackers._series import MOST_ELEMENTS
 
 _files = itertools.count()
 

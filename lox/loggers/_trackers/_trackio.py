@@ -12,8 +12,8 @@ from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Names, Run
 from lox.loggers._trackers._clients import client, pillow
 from lox.loggers._trackers._curves import Curve, CurveLogger
-from lox.loggers._trackers._entries import MOST_ELEMENTS
 from lox.loggers._trackers._escape import escape, unescape
+from lox.loggers._trackers._series import MOST_ELEMENTS
 
 # Trackio's own columns.
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")

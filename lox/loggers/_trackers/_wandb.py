@@ -24,7 +24,7 @@ from lox.loggers._logger import Logger
 from lox.loggers._run import Names, Run
 from lox.loggers._trackers import _bands, _clients
 from lox.loggers._trackers._clients import pillow
-from lox.loggers._trackers._entries import MOST_ELEMENTS, Entry, Sorter, missing_steps, raise_problems
+from lox.loggers._trackers._series import MOST_ELEMENTS, Series, Splitter, missing_steps, raise_problems
 
 _RESERVED = ("_step", "_runtime", "_timestamp", "_wandb")  # columns that the client fills itself
 _MAIN = "step"  # the step that may become that of W&B's rows
@@ -143,7 +143,7 @@ class WandbLogger(Logger):
             raise _errors.LogTypeError(f"`config` is {kwargs['config']!r}; it must be a dict of hyper-parameters.")
         self.aggregate = aggregate
         self._kwargs = kwargs
-        self._sorter = Sorter(self._pipeline.name, arrays, max_elements, _RESERVED)
+        self._splitter = Splitter(self._pipeline.name, arrays, max_elements, _RESERVED)
         self._names = Names()
         self._rows: dict[int, _Rows] = {}  # by run
         self._shared: _Rows | None = None
@@ -174,12 +174,12 @@ class WandbLogger(Logger):
             return self._pipeline.write_each(runs, batch, self._write_run)
         assert self._shared is not None
         self._send_configs()
-        entries, problems = self._entries(batch.run_first(), lead=2)
-        parts = [part for entry in entries for part in _bands.over_lanes(entry, self._sorter.part_name)]
+        series, problems = self._series(batch.run_first(), lead=2)
+        parts = [part for one in series for part in _bands.over_lanes(one, self._splitter.part_name)]
         self._write_rows(self._shared, parts, problems)
 
     def _write_run(self, run: Run, bundles: list[Bundle]) -> None:
-        self._write_rows(self._rows[run.id], *self._entries(bundles, lead=1))
+        self._write_rows(self._rows[run.id], *self._series(bundles, lead=1))
 
     def _send_configs(self) -> None:
         """Send the configs of the runs behind the shared one: what they have in common, and lists of what differs."""
@@ -193,15 +193,15 @@ class WandbLogger(Logger):
         self._shared.run.config.update(common, allow_val_change=True)
         self._sent = len(self._configs)
 
-    def _entries(self, bundles: list[Bundle], lead: int) -> tuple[list[Entry], list[Exception]]:
+    def _series(self, bundles: list[Bundle], lead: int) -> tuple[list[Series], list[Exception]]:
         for bundle in bundles:
             for name in bundle.steps:
-                self._sorter.step_name(name)  # steps take their names before keys do
-        return self._sorter.sort(bundles, lead)
+                self._splitter.step_name(name)  # steps take their names before keys do
+        return self._splitter.split(bundles, lead)
 
-    def _write_rows(self, rows: _Rows, entries: list[Entry], problems: list[Exception]) -> None:
-        names = dict.fromkeys(name for entry in entries for name in entry.steps)
-        rows.write(_together(entries), {name: self._sorter.step_name(name) for name in names})
+    def _write_rows(self, rows: _Rows, series: list[Series], problems: list[Exception]) -> None:
+        names = dict.fromkeys(name for one in series for name in one.steps)
+        rows.write(_together(series), {name: self._splitter.step_name(name) for name in names})
         raise_problems(problems)
 
     def commit(self) -> None:
@@ -252,7 +252,7 @@ def _settings(given: Any) -> Any:
     return client().Settings(**settings)
 
 
-def _together(entries: list[Entry]) -> list[_Row]:
+def _together(series: list[Series]) -> list[_Row]:
     """Make rows in the order of their steps; values with the same steps share a row, unless they have the same name.
 
     Every name keeps the order of its events. Where its steps decrease, the program has started counting again: what
@@ -261,27 +261,27 @@ def _together(entries: list[Entry]) -> list[_Row]:
     rows: dict[Any, _Row] = {}
     order: dict[Any, Any] = {}
     seen_under: collections.defaultdict[str, collections.Counter[Any]] = collections.defaultdict(collections.Counter)
-    for entry in entries:
-        seen = seen_under[entry.name]  # lanes with different steps make several entries of one name
+    for one in series:
+        seen = seen_under[one.name]  # lanes with different steps make several series of one name
         round_, last = 0, -math.inf
-        for steps, value in _events(entry):
+        for steps, value in _events(one):
             wanted = _main(steps)
             if wanted is not None:
                 round_, last = round_ + (wanted < last), wanted
             place = (round_ if wanted is not None else None, steps)
             place = (*place, seen[place])
             seen[place[:2]] += 1
-            rows.setdefault(place, _Row(steps, {})).cells[entry.name] = value
+            rows.setdefault(place, _Row(steps, {})).cells[one.name] = value
             order[place] = (wanted is None, round_ if wanted is not None else 0, wanted or 0)
     return [rows[place] for place in sorted(rows, key=order.__getitem__)]
 
 
-def _events(entry: Entry) -> Iterator[tuple[Steps, Any]]:
-    if entry.valid is not None:
-        entry = entry.at(entry.valid)
-    columns = [[(name, step) for step in plain(x)] for name, x in entry.steps.items()]
-    missing = [x.tolist() for x in missing_steps(entry.steps).values()]
-    for n, cell in enumerate(_cells(entry.value)):
+def _events(one: Series) -> Iterator[tuple[Steps, Any]]:
+    if one.valid is not None:
+        one = one.at(one.valid)
+    columns = [[(name, step) for step in plain(x)] for name, x in one.steps.items()]
+    missing = [x.tolist() for x in missing_steps(one.steps).values()]
+    for n, cell in enumerate(_cells(one.value)):
         yield tuple(column[n] for column, is_missing in zip(columns, missing, strict=True) if not is_missing[n]), cell
 
 

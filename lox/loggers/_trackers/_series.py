@@ -27,7 +27,7 @@ CHOICES = ("elements", "histogram")
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Series:
     """Events under one name. All arrays begin with the axes of the logs: `(event,)` or `(lane, event)`."""
 
     name: str
@@ -35,21 +35,21 @@ class Entry:
     steps: dict[str, np.ndarray]
     valid: np.ndarray | None  # None: all events are valid
 
-    def at(self, index: Any) -> "Entry":
+    def at(self, index: Any) -> "Series":
         """Select events."""
         steps = {name: x[index] for name, x in self.steps.items()}
         valid = None if self.valid is None else self.valid[index]
-        return Entry(self.name, jax.tree.map(lambda x: x[index], self.value), steps, valid)
+        return Series(self.name, jax.tree.map(lambda x: x[index], self.value), steps, valid)
 
 
-class Sorter:
-    """Makes entries of events, with the same names throughout a logger's life.
+class Splitter:
+    """Makes series of events, with the same names throughout a logger's life.
 
     Args:
         owner: The logger's name, for messages.
         arrays: How to show arrays: as "elements" or as a "histogram".
         max_elements: The size of the largest array whose elements become curves.
-        taken: Names that no entry may have.
+        taken: Names that no series may have.
     """
 
     def __init__(self, owner: str, arrays: str, max_elements: int = MOST_ELEMENTS, taken: tuple[str, ...] = ()):
@@ -61,26 +61,26 @@ class Sorter:
         self._labels = Labels(taken)
 
     def step_name(self, name: str) -> str:
-        """Name a step, so that no entry has the same name."""
+        """Name a step, so that no series has the same name."""
         return self._labels.of("step", name)
 
     def part_name(self, name: str, part: str) -> str:
-        """Name a part of an entry that is shown in parts."""
+        """Name a part of a series that is shown in parts."""
         return self._labels.of(f"of {name}", f"{name}/{part}")
 
-    def sort(self, bundles: Iterable[Bundle], lead: int) -> tuple[list[Entry], list[Exception]]:
-        """Return the entries of events with `lead` leading axes, and errors about the rest, to be raised afterwards."""
-        entries: list[Entry] = []
+    def split(self, bundles: Iterable[Bundle], lead: int) -> tuple[list[Series], list[Exception]]:
+        """Return the series of events with `lead` leading axes, and errors about the rest, to be raised afterwards."""
+        series: list[Series] = []
         errors: list[Exception] = []
         for bundle in map(words_only, bundles):
             for key in bundle.keys:
                 try:
-                    entries += self._entries(bundle, key, lead)
+                    series += self._series(bundle, key, lead)
                 except _errors.LogTypeError as error:
                     errors.append(error)
-        return entries, errors
+        return series, errors
 
-    def _entries(self, bundle: Bundle, key: str, lead: int) -> Iterator[Entry]:
+    def _series(self, bundle: Bundle, key: str, lead: int) -> Iterator[Series]:
         flags = iter([x.flags for x in bundle.leaves(key)])
         for tree_path, value in jax.tree_util.tree_leaves_with_path(bundle.value(key), is_leaf=is_shown_whole):
             value_flags = [next(flags) for _ in jax.tree.leaves(value)]
@@ -92,7 +92,7 @@ class Sorter:
             else:
                 yield from self._numbers(node, node.value)
 
-    def _numbers(self, node: "_Node", x: np.ndarray) -> Iterator[Entry]:
+    def _numbers(self, node: "_Node", x: np.ndarray) -> Iterator[Series]:
         shape = x.shape[node.lead :]
         size = math.prod(shape)
         few = size <= self._max_elements
@@ -119,7 +119,7 @@ class Sorter:
 
 
 class _Node:
-    """One leaf of one key, with its steps and `valid`, to be made into entries.
+    """One leaf of one key, with its steps and `valid`, to be made into series.
 
     The value has an axis for each lane inside the run that the value or a step depends on.
     """
@@ -141,28 +141,28 @@ class _Node:
             sizes |= _axes.sizes(step.tree, [*self._front, *_axes.lanes(step.flags)])
         return _axes.align(x, [*self._front, *present], [*self._front, *self._lanes], sizes)
 
-    def elements(self, x: np.ndarray, suffix: str = "") -> Iterator[Entry]:
+    def elements(self, x: np.ndarray, suffix: str = "") -> Iterator[Series]:
         """Yield a curve for every element."""
         shape = x.shape[self.lead :]
         for index in np.ndindex(shape):
-            yield self._entry("", index, suffix, x[(Ellipsis, *index)], shape[: self.depth])
+            yield self._one("", index, suffix, x[(Ellipsis, *index)], shape[: self.depth])
 
-    def pictures(self) -> Iterator[Entry]:
+    def pictures(self) -> Iterator[Series]:
         """Yield a curve of pictures for every lane."""
         lanes = self.value.pixels.shape[self.lead : -3]
         for index in np.ndindex(lanes):
             # Some reductions make means of pictures, which must become bytes again.
             pixels = self.value.pixels[(slice(None),) * self.lead + index]
             pixels = np.clip(np.round(pixels), 0, 255).astype(np.uint8)
-            yield self._entry("image", index, "", Image.tree_unflatten(None, [pixels]), lanes)
+            yield self._one("image", index, "", Image.tree_unflatten(None, [pixels]), lanes)
 
-    def histograms(self) -> Iterator[Entry]:
+    def histograms(self) -> Iterator[Series]:
         """Yield one histogram for all valid lanes, or one for each if lanes have steps of their own."""
         lanes = self.value.counts.shape[self.lead : -1]
         if self._stepped:
             for index in np.ndindex(lanes):
                 one = jax.tree.map(lambda x, i=index: x[(slice(None),) * self.lead + i], self.value)
-                yield self._entry("histogram", index, "", one, lanes)
+                yield self._one("histogram", index, "", one, lanes)
             return
         inner = tuple(range(self.lead, self.lead + len(lanes)))
         valid = None if self._valid is None or not lanes else self._with_lanes(self._valid, lanes)
@@ -174,16 +174,16 @@ class _Node:
 
         steps = {name: x.tree for name, x in self._steps.items()}
         merged = valid.any(inner) if valid is not None else None if self._valid is None else self._valid.tree
-        yield Entry(self._name("histogram", (), ""), jax.tree.map(merge, self.value), steps, merged)
+        yield Series(self._name("histogram", (), ""), jax.tree.map(merge, self.value), steps, merged)
 
-    def _entry(self, kind: str, index: tuple[int, ...], suffix: str, value: Any, lanes: tuple[int, ...]) -> Entry:
+    def _one(self, kind: str, index: tuple[int, ...], suffix: str, value: Any, lanes: tuple[int, ...]) -> Series:
         at = (Ellipsis, *index[: self.depth])
         steps = {name: self._with_lanes(step, lanes)[at] for name, step in self._steps.items()}
         valid = None if self._valid is None else self._with_lanes(self._valid, lanes)[at]
-        return Entry(self._name(kind, index, suffix), value, steps, valid)
+        return Series(self._name(kind, index, suffix), value, steps, valid)
 
     def _name(self, kind: str, index: tuple[int, ...], suffix: str) -> str:
-        """Name an entry after its place in the value; a note is added if the name is taken."""
+        """Name a series after its place in the value; a note is added if the name is taken."""
         if self._tree_path or index or suffix:
             place = self.key + "".join("/" + _text(part) for part in self._tree_path) + "".join(f"/{i}" for i in index)
             inside = jax.tree_util.keystr(self._tree_path) + "".join(f"[{i}]" for i in index) + suffix
@@ -217,7 +217,7 @@ def missing_steps(steps: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def raise_problems(errors: list[Exception]) -> None:
-    """Raise the errors that `Sorter.sort` returned, now that the rest is written."""
+    """Raise the errors that `Splitter.split` returned, now that the rest is written."""
     if len(errors) == 1:
         raise errors[0]
     if errors:
