@@ -320,18 +320,17 @@ class logdict(dict[str, Any]):
         `prepare` is applied to the arrays as they are. `lead` are flags of lanes further out, which none of them has.
         """
         groups: dict[Any, list[Any]] = {}
-        names = list(self.steps.items())
+        layouts, shared = self._layouts, [*self.steps.values(), self._valid]
         for key, value in self.items():
-            layout = self._layouts.get(key) or self._layout(key)
+            layout = layouts.get(key) or self._layout(key)
             if type(value) is np.ndarray:  # the most common case, which may be in a training loop
-                leaves, treedef, outer = [value], SINGLE, value.ndim - layout.ndims[0]
+                leaves, treedef, outer, depth = [value], SINGLE, value.ndim - layout.ndims[0], len(layout.flags[0])
             else:
                 leaves, treedef = jax.tree.flatten(value)
-                outer = self._outer(key)
-            shared = (*[(n, id(x[key])) for n, x in names if key in x], id(self._valid.get(key)))
+                outer, depth = self._outer(key), max([len(flags) for flags in layout.flags], default=0)
             count = leaves[0].shape[outer] if layout.events and leaves else 1
-            depth = max([len(flags) for flags in layout.flags], default=0)
-            form = (layout.events, outer, count, depth, layout.step_flags, layout.valid_flags, shared)
+            ids = [id(x.get(key)) for x in shared]
+            form = (layout.events, outer, count, depth, layout.step_flags, layout.valid_flags, *ids)
             groups.setdefault(form, []).append((key, treedef, leaves, layout))
         return [self._to_one_bundle(group, form[1], form[3], prepare, lead) for form, group in groups.items()]
 
@@ -341,7 +340,9 @@ class logdict(dict[str, Any]):
 
         def laned(x: Any, flags: Flags) -> Laned:
             x = x if type(x) is np.ndarray or not np.isscalar(x) else np.asarray(x)
-            return Laned(x, (*lead, *(flags if len(flags) == depth else _lanes.with_depth(flags, depth))))
+            if len(flags) != depth:
+                flags = _lanes.with_depth(flags, depth)
+            return Laned(x, (*lead, *flags) if flags else lead)
 
         bundle = prepare(
             Bundle(

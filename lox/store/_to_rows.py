@@ -48,7 +48,7 @@ class RowMaker:
         """Return the rows of these logs. `runs` is the number of a run, or an array of them, one per lane."""
         runs = np.asarray(runs, np.int32)
         logs = logs if isinstance(logs, logdict) else logdict(logs)
-        for key in logs:
+        for key in logs.keys() - self._order.keys() and logs:
             self._order.setdefault(key, len(self._order))
         bundles = [bundle.expanded() for bundle in logs.to_bundles(_on_host, () if runs.ndim else (False,))]
         for bundle in bundles:
@@ -183,9 +183,11 @@ def _blocks(runs: Array, bundle: Bundle) -> list[tuple[int, int, int]]:
 def _rows(x: Laned, start: int, stop: int, width: int) -> Array:
     """Lay out an array as rows of `width` runs, sorted by run; what is the same for all runs is repeated."""
     array, blocks = x.tree, (stop - start) // width
+    if blocks == 1 and not x.flags[0]:
+        return array
     events, item = array.shape[0], array.shape[1 + bool(x.flags[0]) :]
     if not x.flags[0]:
-        rows = array if blocks == 1 else np.broadcast_to(array, (blocks, *array.shape))
+        rows = np.broadcast_to(array, (blocks, *array.shape))
     else:
         rows = array[:, start:stop].reshape(events, blocks, width, *item).swapaxes(0, 1)
     return rows.reshape(events * blocks, *([width] if x.flags[0] and width > 1 else []), *item)
