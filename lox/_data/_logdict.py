@@ -33,6 +33,13 @@ class Layout(NamedTuple):
     one_event: bool = False  # one event, or none in some lanes: what `tap` delivers
 
 
+def _deep(x: Any, flags: Flags, depth: int, lead: Flags) -> Laned:
+    """An array with flags for `depth` vmaps, inside of those of `lead`."""
+    x = x if type(x) is np.ndarray or not np.isscalar(x) else np.asarray(x)
+    flags = flags if len(flags) == depth else _lanes.with_depth(flags, depth)
+    return Laned(x, (*lead, *flags) if flags else lead)
+
+
 class _Keys(tuple[str, ...]):
     """Keys in the order of logging, which is for display only: it does not make two structures differ."""
 
@@ -319,42 +326,39 @@ class logdict(dict[str, Any]):
 
         `prepare` is applied to the arrays as they are. `lead` are flags of lanes further out, which none of them has.
         """
-        groups: dict[Any, list[Any]] = {}
+        groups: dict[Any, tuple[list[str], list[Any], list[Laned]]] = {}
         layouts, shared = self._layouts, [*self.steps.values(), self._valid]
         for key, value in self.items():
             layout = layouts.get(key) or self._layout(key)
             if type(value) is np.ndarray:  # the most common case, which may be in a training loop
-                leaves, treedef, outer, depth = [value], SINGLE, value.ndim - layout.ndims[0], len(layout.flags[0])
+                treedef, outer, flags = SINGLE, value.ndim - layout.ndims[0], layout.flags[0]
+                count, depth = value.shape[outer] if layout.events else 1, len(flags)
+                leaves = [Laned(value, (*lead, *flags) if flags else lead)]
             else:
                 leaves, treedef = jax.tree.flatten(value)
                 outer, depth = self._outer(key), max([len(flags) for flags in layout.flags], default=0)
-            count = leaves[0].shape[outer] if layout.events and leaves else 1
+                count = leaves[0].shape[outer] if layout.events and leaves else 1
+                leaves = [_deep(x, flags, depth, lead) for x, flags in zip(leaves, layout.flags, strict=True)]
             ids = [id(x.get(key)) for x in shared]
             form = (layout.events, outer, count, depth, layout.step_flags, layout.valid_flags, *ids)
-            groups.setdefault(form, []).append((key, treedef, leaves, layout))
-        return [self._to_one_bundle(group, form[1], form[3], prepare, lead) for form, group in groups.items()]
+            group = groups.get(form)
+            if group is None:
+                groups[form] = [key], [treedef], leaves
+            else:
+                group[0].append(key)
+                group[1].append(treedef)
+                group[2].extend(leaves)
+        return [self._to_one_bundle(*group, form[1], form[3], prepare, lead) for form, group in groups.items()]
 
-    def _to_one_bundle(self, group: list[Any], outer: int, depth: int, prepare: Any, lead: Flags) -> Bundle:
-        first, _, _, layout = group[0]
-        step_flags, valid = dict(layout.step_flags), self._valid.get(first)
-
-        def laned(x: Any, flags: Flags) -> Laned:
-            x = x if type(x) is np.ndarray or not np.isscalar(x) else np.asarray(x)
-            if len(flags) != depth:
-                flags = _lanes.with_depth(flags, depth)
-            return Laned(x, (*lead, *flags) if flags else lead)
-
-        bundle = prepare(
-            Bundle(
-                values=[laned(x, f) for _, _, xs, at in group for x, f in zip(xs, at.flags, strict=True)],
-                steps={n: laned(x[first], step_flags.get(n, ())) for n, x in self.steps.items() if first in x},
-                valid=None if valid is None else laned(valid, layout.valid_flags),
-                keys=tuple([key for key, *_ in group]),
-                treedefs=tuple([treedef for _, treedef, *_ in group]),
-                single=not layout.events,
-                site=Site("an unknown line"),
-            )
-        )
+    def _to_one_bundle(
+        self, keys: list[str], treedefs: list[Any], values: list[Laned], outer: int, depth: int, prepare: Any, lead: Any
+    ) -> Bundle:
+        first, layout = keys[0], self._layout(keys[0])
+        flags, valid = dict(layout.step_flags), self._valid.get(first)
+        steps = {n: _deep(x[first], flags.get(n, ()), depth, lead) for n, x in self.steps.items() if first in x}
+        laned = None if valid is None else _deep(valid, layout.valid_flags, depth, lead)
+        site = Site("an unknown line")
+        bundle = prepare(Bundle(values, steps, laned, tuple(keys), tuple(treedefs), not layout.events, site))
         if not outer:
             return bundle
 

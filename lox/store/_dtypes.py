@@ -35,6 +35,11 @@ class Codec(NamedTuple):
     decode: Callable[[Array], Array]
 
     @property
+    def stored_as_is(self) -> bool:
+        """Whether the bytes in Arrow are those in memory."""
+        return self.memory == self.arrow and self.memory != np.bool_
+
+    @property
     def impl(self) -> str | None:
         """The implementation, for PRNG keys."""
         return self.name[4:-1] if self.name.startswith("key<") else None

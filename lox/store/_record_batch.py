@@ -38,6 +38,7 @@ class Batches:
         self._rows = struct.Struct("<q")
         self.items = [c.items for c in self.columns]
         self.codecs = [c.codec for c in self.columns]
+        self.stored_as_is = [codec.stored_as_is for codec in self.codecs]
         self.arrow = [codec.arrow for codec in self.codecs]
         self._spec = [
             (c.items, 1 if c.codec.arrow == np.bool_ else 8 * c.codec.arrow.itemsize, c.is_list) for c in self.columns

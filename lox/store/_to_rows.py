@@ -74,8 +74,7 @@ class RowMaker:
         """Return the rows of the runs from `start` to `stop`, each of which has `width` runs."""
         first, parts = table[0], [self._columns_of(bundle, width) for bundle in table]
         rows = lambda x: _rows(x, start, stop, width)  # noqa: E731
-        columns = [np.repeat(runs[start:stop:width], first.count())]
-        columns += [rows(first.steps[column.name]) for column in parts[0].steps]
+        columns = [rows(first.steps[column.name]) for column in parts[0].steps]
         kept = None
         if first.valid is not None:
             valid = rows(first.valid)
@@ -84,8 +83,14 @@ class RowMaker:
             columns += [valid] if parts[0].valid is not None else []
         columns += [rows(x) for bundle in table for x in bundle.values]
         columns = columns if kept is None else [x[kept] for x in columns]
-        numbers, *raw = [x.tobytes() for x in columns]
-        return Rows(self._schema(parts, width), len(columns[0]), numbers, raw)
+        if stop - start == width:  # one row for each event
+            count = first.count() if kept is None else len(kept)
+            numbers = runs[start : start + 1].tobytes() * count
+        else:
+            of_rows = np.repeat(runs[start:stop:width], first.count())
+            of_rows = of_rows if kept is None else of_rows[kept]
+            count, numbers = len(of_rows), of_rows.tobytes()
+        return Rows(self._schema(parts, width), count, numbers, [x.tobytes() for x in columns])
 
     def _columns_of(self, bundle: Bundle, width: int) -> "_Columns":
         arrays = [*bundle.values, *bundle.steps.values(), *([] if bundle.valid is None else [bundle.valid])]

@@ -58,13 +58,14 @@ class _Table:
         self.columns = [[data] for data in raw]
         runs = np.frombuffer(raw[0], np.int32)
         order = np.argsort(runs, kind="stable") if (runs[1:] < runs[:-1]).any() else None
-        encoded = []
-        for items, codec, data in zip(self.batches.items, self.batches.codecs, raw, strict=True):
-            if not items:
-                encoded.append(b"")
-                continue
-            if order is not None:
+        encoded: list[Any] = []
+        batches = self.batches
+        for items, codec, as_is, data in zip(batches.items, batches.codecs, batches.stored_as_is, raw, strict=True):
+            if order is not None and items:
                 data = np.frombuffer(data, np.dtype((np.void, len(data) // self.rows)))[order].tobytes()
+            if as_is or not items:
+                encoded.append(data)
+                continue
             stored = codec.encode(np.frombuffer(data, codec.memory))
             if stored.dtype == np.bool_:
                 stored = np.packbits(stored, bitorder="little")
