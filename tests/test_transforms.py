@@ -983,3 +983,59 @@ def test_one_key_under_one_vmap_called_again() -> None:
 
     assert lox.spool(f)(2)[1]["h"].tolist() == [[0.0, 0.0, 0.0], [0.0, 1.0, 2.0], [7.0, 7.0, 7.0]]
     assert lox.spool(f, reduce="max")(2)[1]["h"].tolist() == [7.0, 7.0, 7.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["cond", "cond in scan", "scan", "while"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"interval": 2}, {"capacity": 9}, {"capacity": 9, "interval": 2}, {"reduce": "sum"}],
+    ids=lambda options: "-".join(options) or "plain",
+)
+@pytest.mark.parametrize("buffer", [None, 3], ids=lambda n: f"buffer={n}")
+def test_keys_in_another_order(loop: str, options: dict[str, Any], buffer: int | None) -> None:
+    """Two lines that log the same keys in different orders are traced, and every key has the events of both."""
+
+    def ab(x: Any) -> None:
+        lox.log({"a": x, "b": x + 0.5})
+
+    def ba(x: Any) -> None:
+        lox.log({"b": x + 0.5, "a": x})
+
+    def branch(x: Any, swap: Any) -> Any:
+        return jax.lax.cond(swap, lambda x: (ba(x), x)[1], lambda x: (ab(x), x)[1], x)
+
+    def body(i: Any, x: Any) -> Any:
+        if loop == "cond in scan":
+            return branch(x + 1, i % 2 == 0)
+        ab(x + 1)
+        ba(x + 2)
+        return x + 2
+
+    def f(x: Any) -> Any:
+        if loop == "cond":
+            return branch(branch(x, x > 0), x > 5)
+        if loop == "while":
+            return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, body(c[0], c[1])), (0, x))[1]
+        return jax.lax.scan(lambda x, i: (body(i, x), None), x, jnp.arange(4))[0]
+
+    if loop == "while" and "reduce" not in options:
+        options = {**options, "capacity": 12}
+    x = jnp.float32(1)
+    with jax.disable_jit(), lox.testing.capture() as events:
+        f(x)
+    expected = {key: [float(e[key]) for e in events if key in e] for key in ("a", "b")}
+    every = options.get("interval", 1)
+    expected = {key: values[::every] for key, values in expected.items()}
+    if options.get("reduce"):
+        expected = {key: [sum(values)] for key, values in expected.items()}
+    received: list[Any] = []
+    if buffer is None:
+        _, logs = lox.spool(f, **options)(x)
+        got = {key: np.ravel(logs.compact()[key]).tolist() for key in expected}
+        assert got == expected
+    options = {name: value for name, value in options.items() if name != "capacity"}
+    jax.jit(lox.tap(f, received.append, buffer=buffer, **options))(x)
+    jax.effects_barrier()
+    got = {key: [v for logs in received if key in logs for v in np.ravel(logs[key]).tolist()] for key in expected}
+    assert (got if "reduce" not in options else {k: [sum(v)] for k, v in got.items()}) == expected

@@ -236,16 +236,17 @@ class Frame:
 
     def settle(self, attempt: Callable[[Any], Any]) -> Any:
         """Trace a block until the type of its state no longer changes."""
+        before: list[Any] = []
         while True:
             try:
                 return attempt(self.state)
             except Grown as grown:
                 if grown.owner is not self:
                     raise
-                before = signature(self.state)
+                before.append(signature(self.state))
                 with _compat.own_transfers():
                     self.handler.extend(self, grown.struct)
-                if signature(self.state) == before:  # it would never settle
+                if signature(self.state) in before:  # it would never settle
                     raise _errors.unsettled(self.keys or self.state) from None
 
 

@@ -66,8 +66,9 @@ def split(state: dict[Keys, Any], keys: Iterable[str]) -> tuple[dict[Keys, Any],
         else:
             held.setdefault(owner, []).append(key)
     inside, outside = {}, {owner: part for owner, part in state.items() if owner not in held}
-    for owner, mine in held.items():
-        inside[tuple(mine)] = state[owner].only(mine)
+    for owner, theirs in held.items():
+        mine = tuple(key for key in owner if key in theirs)  # in the order of the state, or it would never settle
+        inside[mine] = state[owner].only(mine)
         if others := tuple(key for key in owner if key not in mine):
             outside[others] = state[owner].only(others)
     return inside, outside, tuple(new)
