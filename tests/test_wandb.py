@@ -61,8 +61,8 @@ def test_one_run_per_lane(tmp_path, offline):
     runs = program(PRNG_KEYS, jnp.array([0.0, 1.0, 2.0]))
     lox.wandb.flush()
     files = wandb_file.read_all(tmp_path)
-    assert set(files) == {"7", "8", "9"}
-    for rate, file in zip((0, 1, 2), (files["7"], files["8"], files["9"]), strict=True):
+    assert set(files) == {"7 rate=0", "8 rate=1", "9 rate=2"}
+    for rate, file in zip((0, 1, 2), [files[name] for name in sorted(files)], strict=True):
         assert (file.group, file.project, file.exit_code) == ("seeds", "p", 0)
         assert file.config == {"rate": rate, "name": "sgd"}
         assert file.events("step", "episode") == {
@@ -225,7 +225,7 @@ def test_aggregate(tmp_path, offline):
         jax.jit(jax.vmap(lambda state, x: logger.tap(train, state, buffer=2)(x)))(states, xs)
     (file,) = wandb_file.read_all(tmp_path).values()
     assert file.name == "all"
-    assert file.config == {"runs": ["7", "8", "9"], "rate": [0, 1, 5], "kind": "sgd"}
+    assert file.config == {"runs": ["7 rate=0", "8 rate=1", "9 rate=5"], "rate": [0, 1, 5], "kind": "sgd"}
     mean, std = 2.0, np.std([0, 1, 5], ddof=1)
     margin = 4.303 * std / np.sqrt(3)
     assert rows_of(file, "step", "episode", "loss") == [(n, n // 2, mean + n / 2) for n in range(3)]

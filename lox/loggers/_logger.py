@@ -28,6 +28,7 @@ from lox.loggers._pipeline import Pipeline
 from lox.loggers._routing import RoutedStream
 from lox.loggers._run import ConfigTree, LoggerState, Run, prng_key_words
 from lox.loggers._values import as_bundles
+from lox.store import names
 from lox.store._prng_keys import as_words
 
 
@@ -119,16 +120,20 @@ class Logger:
 
     # --- for programs ---
 
-    def init(self, key: Any, config: Mapping[str, Any] | None = None) -> LoggerState:
+    def init(self, key: Any, config: Mapping[str, Any] | None = None, name: str | None = None) -> LoggerState:
         """Begin a run.
 
         Works wherever JAX does: under `vmap` every lane is a run of its own, and so is every iteration of a loop. Using
         the same PRNG key again begins another run.
 
         Args:
-            key: The PRNG key of the run, which gives it its name.
+            key: The PRNG key of the run, which identifies it.
             config: Hyper-parameters: a dict of numbers, strings, arrays and dicts. Under `vmap`, arrays may differ
                 between lanes.
+            name: The name of the run, a template over the config as for `str.format`: `"lr={lr:g} seed={seed}"`.
+                There are `{key}`, the seed of the PRNG key, and `{lane}` too. By default, `jax.random.key(42)` is
+                `42`, and lanes are told apart by their seed, or their number if they have none, and by what differs
+                between their configs: `7 lr=0.1`. If a name is taken, it gets a number: `42.1`.
 
         Returns:
             A pytree of arrays, for `log`, `spool` and `tap`.
@@ -136,7 +141,9 @@ class Logger:
         self._pipeline.require_open("init")
         words, impl = prng_key_words(key)
         tree, arrays = ConfigTree.of(config)
-        begin = functools.partial(self._pipeline.begin, tree, impl)
+        if name is not None:  # errors now, and not when the program runs
+            names.render(name, tree.rebuild([np.ones(x.shape, x.dtype) for x in arrays]), "", 0)
+        begin = functools.partial(self._pipeline.begin, tree, impl, name)
         (number,) = _emit.ask(begin, [words, *arrays], [np.int32])
         return LoggerState(number, words)
 

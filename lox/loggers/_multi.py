@@ -58,7 +58,7 @@ class _FanOut(Pipeline):
         """Open a run of each logger for every run; any of them may fail."""
         del eager
         for run in runs:
-            run.resource = [other.new_run(run.key, dict(run.config), run.impl) for other in self._others]
+            run.resource = [other.new_run(run.impl, run.key, dict(run.config), run.name) for other in self._others]
         for number, other in enumerate(self._others):
             other.open([run.resource[number] for run in runs], eager=False)
         self.runs.update({run.id: run for run in runs})

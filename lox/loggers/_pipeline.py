@@ -5,6 +5,7 @@ Everything here is called outside of JAX: in callbacks, on the writer's thread, 
 
 import atexit
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from lox.loggers._batch import Batch, Job, batches, logs_of
 from lox.loggers._errors import ErrorLog, raise_all
 from lox.loggers._queue import Writer
 from lox.loggers._run import ConfigTree, Run
+from lox.store import names
 from lox.store._prng_keys import words_only
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ class Pipeline:
 
     # --- in callbacks ---
 
-    def begin(self, tree: ConfigTree, impl: str | None, packet: Packet, token: int) -> Any:
+    def begin(self, tree: ConfigTree, impl: str | None, template: str | None, packet: Packet, token: int) -> Any:
         """Open a run for every lane in which it is called; return the numbers of the runs, -1 for the other lanes."""
         del token
         if self.closed or not self.is_of_this_process:  # better to fail now than to lose every event
@@ -93,16 +95,18 @@ class Pipeline:
                 "the logger that they were traced with: define the function again for a new logger, or pass it the "
                 "state of `init` as an argument."
             )
-        lanes = [
-            None if given is None else self.new_run(given[0], tree.rebuild(given[1:]), impl)
-            for given in packet.by_lane()
-        ]
-        self.open([run for run in lanes if run], packet.eager)
-        return [[run.id if run else -1 for run in lanes]]
+        lanes = list(packet.by_lane())
+        words = [given[0] for given in lanes if given is not None]
+        configs = [tree.rebuild(given[1:]) for given in lanes if given is not None]
+        run_names = names.of_runs(words, impl, configs, template) if words else []
+        runs = list(map(functools.partial(self.new_run, impl), words, configs, run_names))
+        self.open(runs, packet.eager)
+        rest = iter(runs)
+        return [[-1 if given is None else next(rest).id for given in lanes]]
 
-    def new_run(self, words: np.ndarray, config: dict[str, Any], impl: str | None) -> Run:
+    def new_run(self, impl: str | None, words: np.ndarray, config: dict[str, Any], name: str) -> Run:
         """Make a run that is not open yet."""
-        return Run(next(_numbers), words, config, impl)
+        return Run(next(_numbers), words, config, impl, name)
 
     def open(self, runs: list[Run], eager: bool) -> None:
         """Open runs. Errors reach a user who waits for it (`eager`), but never a compiled program."""

@@ -1,7 +1,7 @@
 """Runs: a few numbers on the device, an object on the host."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -32,32 +32,22 @@ class Run:
         id: Its number, unique in this process.
         key: The words of its PRNG key.
         impl: The implementation of the PRNG key, such as "threefry2x32"; None for an old-style key, which has none.
-        name: The words of the PRNG key as text; a logger may change it if the name is taken.
+        name: What tells it apart from others; a logger may change it if the name is taken.
         config: The config given to `init`, with NumPy arrays and Python numbers.
         resource: What the logger keeps for the run: a file, a client's object.
         failure: The exception that ended the logger's `with` block, if one did.
     """
 
-    def __init__(self, id: int, key: np.ndarray, config: Mapping[str, Any], impl: str | None = None):
+    def __init__(
+        self, id: int, key: np.ndarray, config: Mapping[str, Any], impl: str | None = None, name: str | None = None
+    ):
         self.id, self.key, self.config, self.impl = id, key, config, impl
-        self.name = names.base_name(key, impl)
+        self.name = name or names.of_runs([key], impl)[0]
         self.resource: Any = None
         self.failure: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"<run {self.name!r}>"
-
-
-class Names:
-    """The names that are taken by a logger's runs."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def take(self, run: Run, others: Iterable[str] = ()) -> None:
-        """Give the run a name that is neither taken nor in `others`: 42 becomes 42.1."""
-        run.name = names.attempt(run.name, self._taken.union(others))
-        self._taken.add(run.name)
 
 
 def prng_key_words(prng_key: Any) -> tuple[Any, str | None]:

@@ -55,16 +55,18 @@ def resolve(entries: list[Entry]) -> dict[str, Record]:
     """Return the runs that these entries make, in the order in which they were begun."""
     records: dict[str, Record] = {}
     bases: dict[str, list[str]] = {}
+    taken = names.Taken()
     for entry in sorted(entries, key=lambda e: (e.opened, e.group, e.number)):
         attempts = bases.setdefault(entry.base, [])
         if entry.mode == "overwrite":
             for name in attempts:
                 del records[name]
+                taken.names.discard(name)
             attempts.clear()
         if entry.mode == "append" and entry.name in attempts:
             records[entry.name].entries.append(entry)
             continue
-        name = entry.name if entry.name not in records else names.attempt(entry.base, records)
+        name = taken.take(entry.name if entry.name not in taken.names else entry.title)
         records[name] = Record(name, entry.base, [entry])
         attempts.append(name)
     return records
@@ -78,29 +80,25 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def choose_names(catalog: Catalog, bases: list[str], mode: str) -> list[tuple[str, str]]:
+def choose_names(catalog: Catalog, bases: list[str], wanted: list[str], mode: str) -> list[tuple[str, str]]:
     """Choose the names and modes of runs that are opened now.
 
     Runs that are opened together are different runs, even if they have the same PRNG key.
     """
-    taken = set(catalog.records)
+    taken = names.Taken(catalog.records)
     newest = {record.base: record.name for record in catalog.records.values()}
     chosen: set[str] = set()
     result = []
-    for base in bases:
+    if mode == "overwrite":
+        taken.names -= {record.name for record in catalog.records.values() if record.base in {*bases}}
+    for base, name in zip(bases, wanted, strict=True):
         if mode == "error" and base in newest:
             raise _errors.RunExistsError(
                 f"the run {newest[base]!r} is already in {str(catalog.folder)!r}.\n"
                 'Use another PRNG key or directory, or one of mode="new", "append" and "overwrite".'
             )
         run_mode = "new" if base in chosen else mode
-        if run_mode == "append" and base in newest:
-            name = newest[base]
-        elif run_mode == "overwrite":
-            name = base
-        else:
-            name = names.attempt(base, taken)
-        taken.add(name)
+        name = newest[base] if run_mode == "append" and base in newest else taken.take(name)
         chosen.add(base)
         newest[base] = name
         result.append((name, run_mode))

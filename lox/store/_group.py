@@ -43,7 +43,8 @@ class Entry(NamedTuple):
     group: str
     number: int  # of the run in its group
     name: str
-    base: str  # the name without the number of the attempt
+    title: str  # the name without the number of the attempt
+    base: str  # what identifies it: the words of its PRNG key, or its title if it has none
     mode: str
     opened: float
     key_data: tuple[int, ...] | None
@@ -56,6 +57,7 @@ class Entry(NamedTuple):
         line = {
             "run": self.number,
             "name": self.name,
+            "title": self.title,
             "base": self.base,
             "mode": self.mode,
             "opened": self.opened,
@@ -76,6 +78,7 @@ class Entry(NamedTuple):
                 group,
                 int(line["run"]),
                 str(line["name"]),
+                str(line.get("title", line["base"])),
                 str(line["base"]),
                 str(line["mode"]),
                 float(line["opened"]),

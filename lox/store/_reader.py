@@ -30,7 +30,7 @@ class Run:
     """What is known of a run without loading it.
 
     Attributes:
-        name: Unique in its directory: the words of the PRNG key, and the number of the attempt if it is not the first.
+        name: What tells it apart from the others in its directory.
         key_data: The words of its PRNG key; None if it has none.
         key_impl: The name of the PRNG key's implementation.
         config: Its hyper-parameters.

@@ -149,7 +149,7 @@ class Writer:
         """Begin a run, or go on with one.
 
         Args:
-            name: The name of the run; by default it is named after its PRNG key. If the name exists, `mode` decides.
+            name: The name of the run; by default it is named after its PRNG key.
             key_data: The words of its PRNG key.
             key_impl: The name of the PRNG key's implementation.
             config: Its hyper-parameters, stored as JSON.
@@ -172,27 +172,28 @@ class Writer:
     ) -> Array:
         """Open many runs at once, by names or PRNG keys `(run, words)`, with a configuration for each."""
         mode = _catalog.check_mode(mode)
-        bases, words, impl = [names.UNNAMED], None, None
+        wanted = bases = [names.UNNAMED] if run_names is None else list(run_names)
+        words: list[Any] = [None] * len(bases)
+        impl = None
         if key_data is not None:
             data = np.asarray(key_data, np.uint32)
             data = data.reshape(-1, data.shape[-1])
             impl = key_impl or names.impl_of_raw(data)
             bases, words = names.base_names(data, impl), [tuple(row) for row in data.tolist()]
-        bases = bases if run_names is None else list(run_names)
-        words = [None] * len(bases) if words is None else words
+            wanted = names.of_runs(data, impl, configs) if run_names is None else wanted
         configs = [None] * len(bases) if configs is None else [_group.plain(config) for config in configs]
-        if not len(words) == len(configs) == len(bases):
+        if not len(words) == len(configs) == len(bases) == len(wanted):
             raise _errors.OptionError(f"{len(bases)} runs need as many PRNG keys and configurations.")
         with self._lock:
             self._check_open()
             self._catalog.refresh()
-            chosen = _catalog.choose_names(self._catalog, bases, mode)
+            chosen = _catalog.choose_names(self._catalog, bases, wanted, mode)
             opened = self._tick()
             first, here = len(self.run_names), self.group.name
-            runs = zip(chosen, bases, words, configs, strict=True)
+            runs = zip(chosen, wanted, bases, words, configs, strict=True)
             entries = [
-                Entry(here, number, name, base, run_mode, opened, prng_key, impl, config)
-                for number, ((name, run_mode), base, prng_key, config) in enumerate(runs, first)
+                Entry(here, number, name, title, base, run_mode, opened, prng_key, impl, config)
+                for number, ((name, run_mode), title, base, prng_key, config) in enumerate(runs, first)
             ]
             self._write_entries(entries)
             self._catalog.refresh()  # another process may have chosen the same names at the same moment

@@ -1,19 +1,25 @@
 """The names of runs.
 
-A run is named after the words of its PRNG key, and no two PRNG keys share a name: `jax.random.key(42)` is `42`. Further
-attempts with the same PRNG key are `42.1`, `42.2`, ... Names are for people and for messages. The store does not name
-files after them, but loggers of plain files do, so they have no special characters.
+A run is identified by its PRNG key, and `base_name` gives no two PRNG keys the same text: `jax.random.key(42)` is `42`.
+What people see is its name (`of_runs`): short, unique in a directory, and safe as the name of a file.
 """
 
 import itertools
+import re
 import urllib.parse
-from collections.abc import Collection, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from lox import _errors
+
 DEFAULT_IMPL = "threefry2x32"
 UNNAMED = "run"  # the base name of runs without a PRNG key
+_LARGEST_SEED = 10**12  # of 2**64 PRNG keys
+_MOST_VALUES = 4  # of hyper-parameters in a name
+_LONGEST = 120  # bytes of a name; file systems allow 255, and suffixes follow
 
 # Raw PRNG keys (`jax.random.PRNGKey`) do not have their implementation, but their length tells it.
 _IMPL_OF_LENGTH = {2: DEFAULT_IMPL, 4: "rbg"}
@@ -58,10 +64,135 @@ def base_names(key_data: Any, impl: str | None = None) -> list[str]:
     return [base_name(words, impl) for words in data.reshape(-1, data.shape[-1])]
 
 
-def attempt(base: str, taken: Collection[str]) -> str:
-    """Return the first free name of `base`, `base.1`, `base.2`, ..."""
-    numbered = (f"{base}.{number}" for number in itertools.count(1))
-    return base if base not in taken else next(name for name in numbered if name not in taken)
+def of_runs(
+    key_data: Any, impl: str | None = None, configs: Sequence[Any] | None = None, template: str | None = None
+) -> list[str]:
+    """Return names that tell the runs of one `init` apart, given the words of their PRNG keys and their configs.
+
+    Runs that have the same PRNG key and the same config get the same name; `Taken` numbers them.
+
+    >>> from lox.store import names
+    >>> names.of_runs([[0, 42]])
+    ['42']
+    >>> names.of_runs([[0, 1], [0, 2]], configs=[{"lr": 0.1, "depth": 3}, {"lr": 0.01, "depth": 3}])
+    ['1 lr=0.1', '2 lr=0.01']
+    >>> names.of_runs([[123, 456], [789, 123]])
+    ['lane0', 'lane1']
+    >>> names.of_runs([[0, 1], [0, 2]], configs=[{"lr": 0.1}, {"lr": 0.01}], template="lr={lr:g}")
+    ['lr=0.1', 'lr=0.01']
+
+    Args:
+        key_data: An array `(run, words)`.
+        impl: The implementation of the PRNG keys.
+        configs: A dict of hyper-parameters for each run.
+        template: The name, with fields of the config as in `str.format`; and `{key}` and `{lane}`.
+    """
+    data = np.asarray(key_data, np.uint32)
+    configs = [config if isinstance(config, Mapping) else {} for config in configs or [{}] * len(data)]
+    bases, seeds = base_names(data, impl), [_is_seed(words) for words in data.tolist()]
+    shorts = [base if seed else f"x{zlib.crc32(base.encode()):08x}" for base, seed in zip(bases, seeds, strict=True)]
+    if template is not None:
+        lanes = enumerate(zip(shorts, configs, strict=True))
+        wanted = [render(template, config, short, lane) for lane, (short, config) in lanes]
+    elif len(data) == 1:
+        wanted = shorts
+    else:
+        digits = len(str(len(data) - 1))
+        numbers = shorts if all(seeds) else [f"lane{lane:0{digits}}" for lane in range(len(data))]
+        rests = _what_differs(configs, numbers)
+        wanted = [" ".join([number, *rest]) for number, rest in zip(numbers, rests, strict=True)]
+    return [safe(name) for name in wanted]
+
+
+def _is_seed(words: Sequence[int]) -> bool:
+    """Tell whether a PRNG key is made from a seed, and not by splitting another."""
+    return _number(words) < _LARGEST_SEED and (len(words) == 2 or (len(words) == 4 and words[:2] == words[2:]))
+
+
+def _what_differs(configs: Sequence[Mapping[str, Any]], numbers: Sequence[str]) -> list[list[str]]:
+    """Return, for each run, the values of a few hyper-parameters that are not the same for all, nor their numbers."""
+    flat = [dict(_scalars(config)) for config in configs]
+    differing = [path for path in flat[0] if any(path not in f or f[path] != flat[0][path] for f in flat)]
+    differing = [p for p in differing if any(f.get(p) != number for f, number in zip(flat, numbers, strict=True))]
+    differing = differing[:_MOST_VALUES]
+    ends = [path.rpartition(".")[2] for path in differing]
+    titles = {path: path if ends.count(end) > 1 else end for path, end in zip(differing, ends, strict=True)}
+    return [[f"{titles[path]}={f[path]}" for path in differing if path in f] for f in flat]
+
+
+def _scalars(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{key}.")
+        elif isinstance(value, float):
+            yield f"{prefix}{key}", f"{value:g}"
+        elif value is None or isinstance(value, bool | int | str):
+            yield f"{prefix}{key}", str(value)
+
+
+class _Fields(dict[str, Any]):
+    """A config in a template, where `{optimizer.lr}` is as good as `{optimizer[lr]}`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return _Fields(value) if isinstance(value, Mapping) else value
+
+
+def render(template: str, config: Mapping[str, Any], key: str, lane: int) -> str:
+    """Return the name that a template gives to a run."""
+    if not isinstance(template, str):
+        raise _errors.LogTypeError(f"`name` is {template!r}; it must be a string.")
+    try:
+        return template.format(**{"key": key, "lane": lane, **_Fields(config), **_nested(config)})
+    except (KeyError, IndexError, AttributeError) as error:
+        known = _errors.listing([*config, "key", "lane"])
+        raise _errors.LogTypeError(f"`name` is {template!r}, but there is no {error}. There are {known}.") from None
+    except (ValueError, TypeError) as error:
+        raise _errors.LogTypeError(f"`name` is {template!r}, which does not fit the config: {error}.") from None
+
+
+def _nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _Fields(value) for key, value in config.items() if isinstance(value, Mapping)}
+
+
+def safe(name: str) -> str:
+    """Return a name that every file system accepts and every shell shows; a long one ends with a checksum."""
+    name = re.sub(r"[^\w .=+,@()~-]", "_", name).strip(" .") or UNNAMED
+    if re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name):
+        name = f"_{name}"  # names of devices in Windows
+    encoded = name.encode(errors="replace")
+    if len(encoded) <= _LONGEST:
+        return encoded.decode()
+    return f"{encoded[: _LONGEST - 9].decode(errors='ignore')}~{zlib.crc32(encoded):08x}"
+
+
+class Taken:
+    """Names that are taken. Further runs of a name are `42.1`, `42.2`, ..., or `lr=0.1 (2)`, `lr=0.1 (3)`."""
+
+    def __init__(self, names: Iterable[str] = ()):
+        self.names = set(names)
+        self._tried: dict[str, int] = {}
+
+    def take(self, name: str) -> str:
+        """Return the first name like this that is free, and take it."""
+        free = name
+        if name in self.names:
+            free, number = next(
+                (numbered, n)
+                for n in itertools.count(self._tried.get(name, 0) + 1)
+                if (numbered := attempt(name, n)) not in self.names
+            )
+            self._tried[name] = number
+        self.names.add(free)
+        return free
+
+
+def attempt(name: str, number: int) -> str:
+    """Return the name of a further attempt, counted from 1."""
+    return f"{name} ({number + 1})" if "=" in name else f"{name}.{number}"  # not lr=0.5.1
 
 
 def _number(words: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ from lox.loggers._batch import Batch
 from lox.loggers._files._rows import Labels, rows, strict_json
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run
+from lox.store.names import Taken
 
 _MAX_OPEN = 64
 # Errors of `fsync` on what is not on a disk, such as a pipe: there is nothing more to do.
@@ -32,15 +33,15 @@ def folder(path: str | os.PathLike[str]) -> pathlib.Path:
     return pathlib.Path(path).absolute()
 
 
-def create_for(run: Run, create: Callable[[str], None]) -> None:
+def create_for(run: Run, taken: Taken, create: Callable[[str], None]) -> None:
     """Create something named after the run; if the name is taken, 42 becomes 42.1."""
-    name, attempt = run.name, 0
+    name = run.name
     while True:
+        run.name = taken.take(name)
         try:
             return create(run.name)
         except FileExistsError:
-            attempt += 1
-            run.name = f"{name}.{attempt}"
+            pass
 
 
 class OpenFiles(collections.OrderedDict[pathlib.Path, IO[Any]]):
@@ -89,13 +90,14 @@ class FileLogger(Logger):
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = folder(path)
+        self._names = Taken()
         self.open_files = OpenFiles(mode="a", encoding="utf-8", errors="backslashreplace", newline="")
 
     def open(self, run: Run) -> None:
         """Create the file; if the name is taken, 42 becomes 42.1. The config goes to a file next to it."""
         self.path.mkdir(parents=True, exist_ok=True)
         # `touch` fails if the file exists, so that two processes never write to the same one.
-        create_for(run, lambda name: (self.path / (name + self.suffix)).touch(exist_ok=False))
+        create_for(run, self._names, lambda name: (self.path / (name + self.suffix)).touch(exist_ok=False))
         run.resource = RunFile(self.path / (run.name + self.suffix))
         if run.config:
             config = json.dumps(strict_json(run.config), indent=2)

@@ -34,8 +34,8 @@ class SaveLogger(Logger):
     ...     w = jax.jit(jax.vmap(lambda state, lr: logger.tap(train, state)(lr)))(states, lrs)
     >>> for run in lox.runs(directory):
     ...     print(run.name, run.config, lox.load(directory, run.name))
-    7 {'lr': 0.5} {'loss': [9.0, 2.25, 0.5625]}
-    8 {'lr': 1.0} {'loss': [9.0, 0.0, 0.0]}
+    7 lr=0.5 {'lr': 0.5} {'loss': [9.0, 2.25, 0.5625]}
+    8 lr=1 {'lr': 1.0} {'loss': [9.0, 0.0, 0.0]}
 
     Files are only appended to. A program that is killed loses at most the last tenth of a second, and nothing that was
     flushed. Meanwhile other processes can read what is there, and write to the same directory. Events of all lanes are
@@ -75,7 +75,7 @@ class SaveLogger(Logger):
             _open.register(self.path, self._pipeline.catch_up, self.close)
         words, configs = np.stack([run.key for run in runs]), [run.config or None for run in runs]
         try:
-            numbers = self._writer.open_runs(None, words, runs[0].impl, configs, self.mode)
+            numbers = self._writer.open_runs([run.name for run in runs], words, runs[0].impl, configs, self.mode)
         finally:
             if not self._unfinished and not self._writer.run_names:
                 self._close_writer()

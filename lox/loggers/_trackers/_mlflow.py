@@ -14,11 +14,12 @@ import numpy as np
 from lox import _errors
 from lox._data._histogram import Histogram
 from lox.loggers._files._rows import strict_json
-from lox.loggers._run import Names, Run
+from lox.loggers._run import Run
 from lox.loggers._trackers._clients import client, flat, pillow
 from lox.loggers._trackers._curves import Curve, CurveLogger, json_lines
 from lox.loggers._trackers._escape import INFINITE, MARK, escape, unescape
 from lox.loggers._trackers._series import MOST_ELEMENTS, raise_problems
+from lox.store.names import Taken
 
 # The client's limits for one call, and for names and values.
 _METRICS, _PARAMS, _NAME, _VALUE = 1000, 100, 250, 6000
@@ -85,7 +86,7 @@ class MLflowLogger(CurveLogger):
         self._make_client = lambda: mlflow.MlflowClient(tracking_uri)
         self._client: Any = None  # made with the first run, because it creates the database
         self._experiment_id = ""
-        self._names = Names()
+        self._names = Taken()
 
     def open(self, run: Run) -> None:
         """Create an MLflow run."""
@@ -96,7 +97,8 @@ class MLflowLogger(CurveLogger):
         same = self._client.search_runs(
             [self._experiment_id], f"attributes.run_name LIKE '{run.name}%'", max_results=50000
         )
-        self._names.take(run, {other.info.run_name for other in same})
+        self._names.names |= {other.info.run_name for other in same}
+        run.name = self._names.take(run.name)
         created = self._client.create_run(self._experiment_id, run_name=run.name, tags=dict(self._tags))
         run.resource = _MLflowRun(created.info.run_id)
         for chunk in _chunks(list(params.items()), _PARAMS):

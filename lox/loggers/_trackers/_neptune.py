@@ -11,11 +11,12 @@ from lox import _errors
 from lox._data._histogram import Histogram
 from lox._data._image import png
 from lox.loggers._files._rows import strict_json
-from lox.loggers._run import Names, Run
+from lox.loggers._run import Run
 from lox.loggers._trackers._clients import client, flat
 from lox.loggers._trackers._curves import Curve, CurveLogger, json_lines
 from lox.loggers._trackers._escape import MARK, NONFINITE, escape, unescape
 from lox.loggers._trackers._series import MOST_ELEMENTS, raise_problems
+from lox.store.names import Taken
 
 # All runs of a process would capture the same output and the same hardware.
 _DEFAULTS = dict(capture_stdout=False, capture_stderr=False, capture_hardware_metrics=False, source_files=[])
@@ -62,13 +63,13 @@ class NeptuneLogger(CurveLogger):
     ):
         super().__init__(step, arrays, max_elements)
         self._client = client("neptune", "neptune", self._pipeline.name)
-        self._names = Names()
+        self._names = Taken()
         self._kwargs = kwargs
 
     def open(self, run: Run) -> None:
         """Begin a Neptune run."""
         given = self._options_of(run)
-        self._names.take(run)
+        run.name = self._names.take(run.name)
         options = {**_DEFAULTS, "name": run.name, **given}
         if options.get("mode") is None and not os.environ.get("NEPTUNE_MODE"):
             options["mode"] = "offline"

@@ -20,6 +20,7 @@ from lox.loggers._run import LoggerState, Run
 from lox.loggers._trackers import _tfevents
 from lox.loggers._trackers._curves import Curve, CurveLogger
 from lox.loggers._trackers._series import MOST_ELEMENTS
+from lox.store.names import Taken
 
 _files = itertools.count()
 
@@ -63,6 +64,7 @@ class TensorBoardLogger(CurveLogger):
     ):
         super().__init__(step, arrays, max_elements)
         self.path = folder(path)
+        self._names = Taken()
         self._open_files = OpenFiles(mode="ab", buffering=0)
 
     def log_text(self, state: LoggerState, key: str, text: str, step: Any = 0) -> None:
@@ -90,7 +92,7 @@ class TensorBoardLogger(CurveLogger):
         """Create the folder; if the name is taken, 42 becomes 42.1."""
         self.path.mkdir(parents=True, exist_ok=True)
         # `mkdir` fails if the folder exists, so that two processes never share one.
-        create_for(run, lambda name: (self.path / name).mkdir())
+        create_for(run, self._names, lambda name: (self.path / name).mkdir())
         unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
         run.resource = self.path / run.name / f"events.out.tfevents.{unique}"
         self._append(run, _tfevents.header(time.time()))

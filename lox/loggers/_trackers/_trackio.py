@@ -9,11 +9,12 @@ import numpy as np
 from lox import _errors
 from lox._data._histogram import Histogram, few_bins
 from lox.loggers._files._rows import strict_json
-from lox.loggers._run import Names, Run
+from lox.loggers._run import Run
 from lox.loggers._trackers._clients import client, pillow
 from lox.loggers._trackers._curves import Curve, CurveLogger
 from lox.loggers._trackers._escape import escape, unescape
 from lox.loggers._trackers._series import MOST_ELEMENTS
+from lox.store.names import Taken
 
 # Trackio's own columns.
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
@@ -22,7 +23,7 @@ _BINS = 512  # as many as Trackio itself makes
 
 
 # By project, because Trackio does not know a run before its first row.
-_names: collections.defaultdict[str, Names] = collections.defaultdict(Names)
+_names: collections.defaultdict[str, Taken] = collections.defaultdict(Taken)
 
 
 class TrackioLogger(CurveLogger):
@@ -82,7 +83,8 @@ class TrackioLogger(CurveLogger):
 
     def open(self, run: Run) -> None:
         """Create a Trackio run, without ending the previous one."""
-        self._names.take(run, set(self._storage.get_runs(self.project)))
+        self._names.names |= set(self._storage.get_runs(self.project))
+        run.name = self._names.take(run.name)
         options = dict(self._kwargs)
         config = {str(key): x for key, x in run.config.items()}
         if private := {key: config.pop(key) for key in list(config) if key.startswith("_")}:

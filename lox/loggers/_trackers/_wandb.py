@@ -8,6 +8,7 @@ with them, and a row's own step is the user's as long as that keeps all rows apa
 import collections
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,10 +22,11 @@ from lox._data._image import Image
 from lox.loggers._batch import Batch
 from lox.loggers._files._rows import plain, strict_json
 from lox.loggers._logger import Logger
-from lox.loggers._run import Names, Run
+from lox.loggers._run import Run
 from lox.loggers._trackers import _bands, _clients
 from lox.loggers._trackers._clients import pillow
 from lox.loggers._trackers._series import MOST_ELEMENTS, Series, Splitter, missing_steps, raise_problems
+from lox.store.names import Taken
 
 _RESERVED = ("_step", "_runtime", "_timestamp", "_wandb")  # columns that the client fills itself
 _MAIN = "step"  # the step that may become that of W&B's rows
@@ -109,7 +111,7 @@ class WandbLogger(Logger):
     >>> jax.vmap(lambda state, x: logger.tap(train, state, buffer=100)(x))(states, xs)  # doctest: +SKIP
     >>> logger.close()  # doctest: +SKIP
 
-    A run is named after its PRNG key (`42`, or `42.1` if that is used again), has the config given to `init`, and
+    A run has the name that `init` gives it (`42`, or `42.1` if that is used again), has the config given to `init`, and
     belongs to `group` if there is one. W&B's environment variables (`WANDB_MODE`, `WANDB_DIR`, ...) work as usual.
 
     Steps are columns: `lox.log(..., step=i, episode=e)` makes a row with `step` and `episode`, and `step`, or else the
@@ -144,7 +146,7 @@ class WandbLogger(Logger):
         self.aggregate = aggregate
         self._kwargs = kwargs
         self._splitter = Splitter(self._pipeline.name, arrays, max_elements, _RESERVED)
-        self._names = Names()
+        self._names = Taken()
         self._rows: dict[int, _Rows] = {}  # by run
         self._shared: _Rows | None = None
         self._configs: dict[str, Mapping[str, Any]] = {}  # of the runs behind the shared one
@@ -153,7 +155,7 @@ class WandbLogger(Logger):
     def open(self, run: Run) -> None:
         """Begin a W&B run."""
         options = self._options_of(run)
-        self._names.take(run)
+        run.name = self._names.take(run.name)
         if self.aggregate:
             if self._shared is None:
                 self._shared = _Rows(_begin(options, {}, None))
@@ -223,10 +225,11 @@ def _begin(kwargs: dict[str, Any], config: Mapping[str, Any], name: str | None) 
     """Begin a W&B run; `name` is None for a shared one."""
     options = dict(kwargs)
     if name is not None:
-        for field, variable in (("name", "WANDB_NAME"), ("id", "WANDB_RUN_ID")):
+        in_id = re.sub(r"[^\w.-]+", "_", name)
+        for field, variable, suffix in (("name", "WANDB_NAME", name), ("id", "WANDB_RUN_ID", in_id)):
             given = options.get(field) or os.environ.get(variable)
             if given:
-                options[field] = f"{given}-{name}"
+                options[field] = f"{given}-{suffix}"
         options["name"] = options.get("name") or name
     options["config"] = {**(options.get("config") or {}), **strict_json(dict(config))}
     options.setdefault("reinit", "create_new")  # or runs that are open, ours or the user's, would end
