@@ -1,5 +1,6 @@
 """The files themselves: other tools, unusual keys, and all kinds of damage."""
 
+import itertools
 import json
 import os
 import shutil
@@ -235,7 +236,7 @@ def test_a_torn_tail(tmp_path):
             writer.flush()
     segment = segments(tmp_path)[1]
     whole = segment.read_bytes()
-    batch = (len(whole) - 8 - len(_schema.encode(_schema.decode(schema_bytes(whole)[8:])))) // 3
+    batch = (len(whole) - 8 - len(schema_bytes(whole))) // 3
     segment.write_bytes(whole[: len(whole) - 8 - batch // 2])
     with pytest.raises((polars.exceptions.PolarsError, OSError)):
         polars.read_ipc_stream(segment)
@@ -314,10 +315,129 @@ def test_damaged_runs(tmp_path):
     (runs,) = tmp_path.glob("*/runs.jsonl")
     first, second = runs.read_text().splitlines()
     runs.write_text(f"{first[:-5]}\n{second}\n{{}}\n[1]\n")
-    with pytest.warns(lox.LoxWarning, match="3 damaged files"):
+    with pytest.warns(lox.LoxWarning, match=r"1 damaged files.*\n.*runs.jsonl': 3 damaged lines"):
         assert lox.load(tmp_path, jax.random.key(1))["x"].tolist() == [1.5 * i for i in range(40)]
-    runs.write_text(f"{first}\n{second}")  # the last line is incomplete: it may still be being written
-    assert [run.name for run in lox.runs(tmp_path)] == ["0"]
+    runs.write_text(f"{first}\n{second}")  # the last line is incomplete, though the group is closed
+    with pytest.warns(lox.LoxWarning, match=rf"runs.jsonl' has {len(first) + len(second) + 1} of"):
+        assert [run.name for run in lox.runs(tmp_path)] == ["0"]
+
+
+def small_store(path):
+    """A closed group with two runs, and steps, lanes and dtypes of several kinds."""
+    with Writer(path) as writer:
+        runs = writer.open_runs(["a", "b"], configs=[{"lr": 0.1}, {"lr": float("nan")}])
+        for i in range(2):
+            logs = {"x": np.arange(3.0) + i, "on": np.array([True, False]), "h": np.float16(i)}
+            writer.append(runs[i % 2], lox.logdict(logs, steps={"step": {"x": i}}))
+            writer.flush()
+        writer.append(runs, {"both": np.arange(2, dtype=np.int32)})
+
+
+def read_all(path):
+    return {run.name: (str(run.config), str(lox.load(path, run.name))) for run in lox.runs(path)}
+
+
+@pytest.mark.slow
+def test_every_flipped_byte_is_found_or_without_effect(tmp_path):
+    """`LOX_FLIPS=255` flips each byte in as many ways."""
+    small_store(tmp_path)
+    expected, found, without = read_all(tmp_path), 0, 0
+    for file in [*tmp_path.glob("*/meta.json"), *tmp_path.glob("*/runs.jsonl"), *segments(tmp_path)]:
+        whole = file.read_bytes()
+        for position, n in itertools.product(range(len(whole)), range(int(os.environ.get("LOX_FLIPS", 1)))):
+            mask = 1 + (37 * position + n) % 255
+            file.write_bytes(whole[:position] + bytes([whole[position] ^ mask]) + whole[position + 1 :])
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                try:
+                    got = read_all(tmp_path)
+                except lox.LoxError:
+                    found += 1
+                    continue
+            if warned:
+                found += 1
+            else:
+                assert got == expected, f"byte {position} of {file.name}"
+                without += 1
+        file.write_bytes(whole)
+    assert read_all(tmp_path) == expected
+    assert found > 5 * without  # what is left is padding, and what only other tools read
+
+
+@pytest.mark.parametrize("key", ["x", "on", "h", "both"])
+def test_damaged_rows_are_named_skipped_and_taken_out(tmp_path, key):
+    small_store(tmp_path)
+    expected = {run.name: lox.load(tmp_path, run.name) for run in lox.runs(tmp_path)}
+    (file,) = [f for f in segments(tmp_path) if f'"{key}"'.encode() in schema_bytes(f.read_bytes())]
+    reader = Reader(tmp_path)
+    reader.refresh()
+    (segment,) = [s for g in reader._catalog.groups.values() for s in g.segments.values() if s.file == file]
+    column = [c.name for c in segment.schema.columns].index(key)
+    layout = segment._batches.layout(segment.rows[0])
+    data = bytearray(file.read_bytes())
+    data[segment.offsets[0] + layout.header_size + layout.offsets[column]] ^= 1
+    file.write_bytes(data)
+    match = rf"{file.name}' is damaged: '{key}' in rows 0 to \d+ does not have the checksum.*\nIt has events of 'a'"
+    with pytest.raises(lox.StoreError, match=match + r"[\s\S]*damaged=\"skip\"[\s\S]*repair"):
+        lox.load(tmp_path, "a")
+    lox.load(tmp_path, "a", argnames=[k for k in expected["a"] if k != key])  # other keys are not concerned
+    with pytest.warns(lox.LoxWarning, match=match + r"[\s\S]*rows were left out"):
+        rest = lox.load(tmp_path, "a", damaged="skip")
+    together = {"both"} if key == "both" else {"x"} if key == "x" else {"on", "h"} & expected["a"].keys()
+    assert all(str(rest[k]) == str(expected["a"][k]) for k in expected["a"].keys() - together)
+    assert not any(len(rest[k]) for k in together if k in rest)
+    repaired = lox.store.repair(tmp_path)
+    assert list(repaired) == [str(file)]
+    assert sum(repaired.values()) == Path(f"{file}.damaged").stat().st_size
+    assert str(lox.load(tmp_path, "a")) == str(rest)
+    assert lox.store.repair(tmp_path) == {}
+    import pyarrow
+
+    pyarrow.ipc.open_stream(file).read_all()
+
+
+def test_format_1_is_still_read(tmp_path):
+    """Files of the version before checksums, and before runs shared rows."""
+    path = tmp_path / "store"
+    shutil.copytree(Path(__file__).parent / "data" / "format1", path)
+    assert [(run.name, run.config) for run in lox.runs(path)] == [("7", {"lr": 0.5}), ("8", {"lr": 1.0})]
+    logs = lox.load(path, jax.random.key(7))
+    assert logs["loss"].tolist() == [9.0, 2.25, 0.5625, 5.0]
+    assert logs.step["loss"].tolist() == [0, 1, 2, 3]
+    assert logs["tree"]["a"].tolist() == [0.0, 1.5, 2.25]
+    same(jax.random.key_data(logs["tree"]["k"]), jax.random.key_data(jax.vmap(jax.random.key)(np.arange(3))))
+    assert logs["b"].dtype == ml_dtypes.bfloat16
+    with lox.SaveLogger(path, mode="append") as logger:
+        logger.log(logger.init(jax.random.key(8)), {"loss": f32(1)}, step=9)
+    assert lox.load(path, jax.random.key(8))["loss"].tolist() == [9.0, 0.0, 0.0, 1.0]
+    assert lox.store.repair(path) == {}
+
+
+def test_a_segment_in_the_wrong_place_is_told(tmp_path):
+    for run in (0, 1):
+        lox.save({"x": f32(run)}, tmp_path, jax.random.key(run))
+    first, second = segments(tmp_path)
+    whole = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(whole)
+    with pytest.warns(lox.LoxWarning, match="it was written as"):
+        assert not len(lox.load(tmp_path, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("how", ["cut between batches", "empty", "missing"])
+def test_a_file_that_lost_batches_is_told(tmp_path, how):
+    small_store(tmp_path)
+    file = segments(tmp_path)[0]
+    reader = Reader(tmp_path)
+    reader.refresh()
+    (segment,) = [s for g in reader._catalog.groups.values() for s in g.segments.values() if s.file == file]
+    if how == "missing":
+        file.unlink()
+    else:
+        os.truncate(file, segment.offsets[1] if how == "cut between batches" else 0)
+    for read in (lambda: lox.load(tmp_path, "a"), lambda: lox.runs(tmp_path)):
+        with pytest.warns(lox.LoxWarning, match=rf"{file.name}' (has \d+ of \d+ bytes|is gone)"):
+            read()
 
 
 def load_everything(path):
@@ -427,9 +547,10 @@ def test_invented_files_never_crash(pristine, which, data, framed):
 @given(edits=edits)
 def test_invented_schemas_never_crash(pristine, edits):
     """Return the schema, the only part of a segment with a complex structure."""
-    message = schema_bytes(segments(pristine)[0].read_bytes())
+    file = segments(pristine)[0]
+    message = schema_bytes(file.read_bytes())
     try:
-        schema = _schema.decode(edited(message[8:], edits))
+        schema = _schema.decode(edited(message[8:], edits), f"{file.parent.name}/{file.name}")
     except _flatbuffers.DamagedError:
         return
     _record_batch.Batches(schema).layout(3)
@@ -446,24 +567,31 @@ def test_undamaged_runs_are_complete(pristine):
     assert "k" not in runs["1"]
 
 
+PLACE = "20260101T000000-000000-00000000/p0000-000.arrows"
+
+
+def encode(schema):
+    return _schema.encode(schema, PLACE)
+
+
 def decode(message):
-    return _schema.decode(message[8:])
+    return _schema.decode(message[8:], PLACE)
 
 
 def test_a_schema_that_contradicts_itself(tmp_path):
-    lox.save({"x": np.uint32([1])}, tmp_path)
-    message = schema_bytes(segments(tmp_path)[0].read_bytes())
+    column = _schema.Column("value", "x", "uint32")
+    message = encode(_schema.Schema((), None, (_schema.Key("x", '"*"', (column,), 0),)))
     assert [key.name for key in decode(message).keys] == ["x"]
     assert message.count(b"uint32") == 1
     with pytest.raises(_flatbuffers.DamagedError, match="not stored as its dtype uint64 says"):
         decode(message.replace(b"uint32", b"uint64"))
     huge = _schema.Column("value", "x", "float32", (0, 10**9, 10**9))
-    message = _schema.encode(_schema.Schema((), None, (_schema.Key("x", '"*"', (huge,), 0),)))
+    message = encode(_schema.Schema((), None, (_schema.Key("x", '"*"', (huge,), 0),)))
     with pytest.raises(_flatbuffers.DamagedError, match="too large a shape"):
         decode(message)
     twice = _schema.Key("x", '"*"', (_schema.Column("value", "x", "float32"),), 0)
     with pytest.raises(_flatbuffers.DamagedError, match="do not fit the keys"):
-        decode(_schema.encode(_schema.Schema((), None, (twice, twice))))
+        decode(encode(_schema.Schema((), None, (twice, twice))))
 
 
 def test_a_message_that_repeats_itself():
@@ -500,7 +628,7 @@ def test_a_structure_of_many_levels():
     for _ in range(5_000):
         structure = f'{{"list": [{structure}]}}'
     column = _schema.Column("value", "x", "float32")
-    message = _schema.encode(_schema.Schema((), None, (_schema.Key("x", structure, (column,), 0),)))
+    message = encode(_schema.Schema((), None, (_schema.Key("x", structure, (column,), 0),)))
     with pytest.raises(_flatbuffers.DamagedError, match="makes no sense"):
         decode(message)
 

@@ -20,6 +20,10 @@ column), and what does not is there once. To get a row for each of, say, 64 runs
 Dtypes that they do not know are stored as wider ones: bfloat16, float16 and float8 as float32, int4 as int8, complex
 numbers as pairs, PRNG keys as their words. `lox.load` returns exactly the bits that were logged.
 
+Everything has a checksum: every block of every column (in the metadata of its record batch, where other tools ignore
+it), every schema, every line of runs.jsonl, and meta.json, which also has the sizes of the files of a closed group.
+`lox.load` verifies what it reads. Files of format 1, which had none of this, are still read.
+
 Most users need only `lox.save`, `lox.load` and `lox.runs`. `Writer` and `Reader` are for loggers and dashboards.
 """
 

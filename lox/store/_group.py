@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import os
 import platform
 import re
@@ -15,6 +16,7 @@ import secrets
 import socket
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +25,12 @@ import numpy as np
 from lox import _errors
 from lox._version import __version__
 from lox.store import _open
-from lox.store._schema import FORMAT
+from lox.store._schema import FORMAT, FORMAT_1
 from lox.store._segment import SegmentReader
 
 GROUP_ID = re.compile(r"\d{8}T\d{6}-\d{6}-[0-9a-f]{8}")
 SEGMENT = re.compile(r"p(\d{4,})-(\d{3,})\.arrows")
-_LEFTOVER = re.compile(SEGMENT.pattern + r"\.damaged|meta\.json\.\d+\.tmp")  # of repairs and of crashes
+_LEFTOVER = re.compile(SEGMENT.pattern + r"\.(damaged|repaired)|meta\.json\.\d+\.tmp")  # of repairs and of crashes
 META, RUNS = "meta.json", "runs.jsonl"
 _RECENT = 60.0  # seconds after a write in which a writer on another machine is probably alive
 
@@ -54,7 +56,7 @@ class Entry(NamedTuple):
     def to_line(self) -> bytes:
         """Return one line of ASCII."""
         prng_key = None if self.key_data is None else {"impl": self.key_impl, "data": list(self.key_data)}
-        line = {
+        line: dict[str, Any] = {
             "run": self.number,
             "name": self.name,
             "title": self.title,
@@ -64,12 +66,18 @@ class Entry(NamedTuple):
             "key": prng_key,
             "config": self.config,
         }
-        return json.dumps(line).encode() + b"\n"
+        try:
+            json.dumps(self.config, allow_nan=False)
+        except ValueError:
+            line |= {"config": _as_text(self.config), "infinite": True}
+        return json.dumps(line | {"crc": checksum(line)}).encode() + b"\n"
 
     @classmethod
     def from_json(cls, line: Any, group: str) -> "Entry":
         """Undo `to_line`, given the parsed line; raise a ValueError for anything else."""
         try:
+            if line.pop("crc", None) != checksum(line) and "title" in line:  # format 1 had neither
+                raise ValueError("it does not have the checksum that it was written with")
             prng_key = line["key"]
             data = None if prng_key is None else tuple(map(int, prng_key["data"]))
             if data is not None and (not 0 < len(data) <= 64 or min(data) < 0 or max(data) >= 2**32):
@@ -84,13 +92,34 @@ class Entry(NamedTuple):
                 float(line["opened"]),
                 data,
                 None if prng_key is None else str(prng_key["impl"]),
-                line["config"],
+                _from_text(line["config"]) if line.get("infinite") else line["config"],
             )
-        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a run: {error}") from error
         if not (0 <= entry.number < 2**31 and 0 <= entry.opened < _FAR_FUTURE):
             raise ValueError("not a run: an impossible number")
         return entry
+
+
+def _as_text(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by a dict of one text."""
+    if isinstance(value, dict):
+        return {key: _as_text(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_as_text(x) for x in value]
+    return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _from_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        text = value.get("float") if len(value) == 1 else None
+        return float(text) if text in ("nan", "inf", "-inf") else {key: _from_text(x) for key, x in value.items()}
+    return [_from_text(x) for x in value] if isinstance(value, list) else value
+
+
+def checksum(value: Any) -> str:
+    """Return the checksum of what is about to be written as JSON, or was read."""
+    return f"{zlib.crc32(json.dumps(value).encode()):08x}"
 
 
 def plain(value: Any) -> Any:
@@ -131,8 +160,10 @@ def create(folder: Path) -> Path:
         return group
 
 
-def write_meta(group: Path, created: float, process: int, status: str, config: Any) -> None:
-    """Write meta.json, whole or not at all."""
+def write_meta(
+    group: Path, created: float, process: int, status: str, config: Any, sizes: dict[str, int] | None = None
+) -> None:
+    """Write meta.json, whole or not at all; `sizes` are those of all other files, when they are closed."""
     import jax
 
     meta = {
@@ -150,15 +181,36 @@ def write_meta(group: Path, created: float, process: int, status: str, config: A
         },
         "platform": platform.platform(),
         "config": config,
+        "sizes": sizes,
     }
+    _replace_meta(group, meta)
+
+
+def _replace_meta(group: Path, meta: dict[str, Any]) -> None:
     temporary = group / f"{META}.{os.getpid()}.tmp"
     try:
-        temporary.write_text(json.dumps(meta, indent=2))
+        temporary.write_text(json.dumps({**meta, "crc": checksum(meta)}, indent=2))
         temporary.replace(group / META)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise _errors.cannot_write(group / META, error, WAY_OUT) from error
+
+
+def sizes(group: Path) -> dict[str, int]:
+    """Return the sizes of the files of a group but meta.json."""
+    try:
+        with os.scandir(group) as files:
+            return {f.name: f.stat().st_size for f in files if f.name == RUNS or SEGMENT.fullmatch(f.name)}
+    except OSError as error:
+        raise _errors.cannot_read(group, error) from error
+
+
+def accept_sizes(group: Path) -> None:
+    """Accept the files of a closed group as they are now."""
+    meta = Group(group).meta()
+    if meta is not None and meta.get("sizes"):
+        _replace_meta(group, {**meta, "sizes": sizes(group)})
 
 
 # --- reading ---
@@ -171,7 +223,7 @@ class Group:
         self.folder, self.id = folder, folder.name
         self.entries: list[Entry] = []
         self.segments: dict[tuple[int, int], SegmentReader] = {}
-        self.problems: list[str] = []
+        self.problems: dict[Path, str] = {}  # what is wrong with which file
         self._runs_read = 0
 
     def meta(self) -> dict[str, Any] | None:
@@ -186,12 +238,14 @@ class Group:
         try:
             meta = json.loads(text)
             written_as = meta["format"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            if written_as == FORMAT and meta.pop("crc") != checksum(meta):
+                raise ValueError("not the checksum that it was written with")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise _errors.StoreError(
                 f"{str(file)!r} is damaged: it is not what lox writes there.\n"
                 "Delete that one file to load the runs next to it without their configuration."
             ) from None
-        if written_as != FORMAT:
+        if written_as not in (FORMAT, FORMAT_1):
             raise _errors.StoreError(
                 f"{str(file)!r} says that the runs next to it are of format {written_as!r}; "
                 f"this lox reads {FORMAT!r}.\nInstall the version of lox that wrote them."
@@ -214,12 +268,13 @@ class Group:
             raise _errors.cannot_read(file, error) from error
         whole = text.rfind(b"\n") + 1  # the last line may still be on its way
         self._runs_read += whole
-        known = {entry.number for entry in self.entries}
+        known, damaged = {entry.number for entry in self.entries}, []
         for line in _parse_lines(text[:whole]):
             try:
                 entry = Entry.from_json(line, self.id)
             except ValueError as error:
-                self.problems.append(f"{str(file)!r} has a damaged line ({error})")
+                damaged.append(str(error))
+                self.problems[file] = f"{str(file)!r}: {len(damaged)} damaged lines ({damaged[0]})"
                 continue
             if entry.number not in known:
                 known.add(entry.number)
@@ -243,6 +298,28 @@ class Group:
                 self.segments[number].scan()
             except _errors.RunNotFoundError:
                 del self.segments[number]  # overwritten meanwhile
+
+    def damage(self) -> dict[Path, str]:
+        """Say what is wrong with lines of runs.jsonl, and which files are shorter than when they were closed, or gone.
+
+        Raises an error if this lox cannot read the group.
+        """
+        meta, found = self.meta(), {}
+        sizes = (meta or {}).get("sizes") or {}
+        for name, size in sizes.items() if isinstance(sizes, dict) else ():
+            file = self.folder / name
+            try:
+                there = file.stat().st_size
+            except FileNotFoundError:
+                found[file] = f"{str(file)!r} is gone"
+                continue
+            except OSError as error:
+                raise _errors.cannot_read(file, error) from error
+            if there < size:
+                found[file] = f"{str(file)!r} has {there} of {size} bytes"
+            elif name == RUNS and self._runs_read < size:
+                found[file] = f"{str(file)!r} does not end with a line"
+        return found | self.problems
 
     def is_alive(self) -> bool:
         """Tell whether some process may still be writing here."""

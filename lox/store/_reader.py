@@ -5,7 +5,7 @@ import datetime
 import fnmatch
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from lox import _errors
 from lox._data import _sites
 from lox._data._logdict import logdict
 from lox._engine import _selection
-from lox.store import _from_rows, _open
+from lox.store import _from_rows, _group, _open
 from lox.store._catalog import Catalog, Record
 from lox.store._from_rows import Chunks, Select
 from lox.store._group import WAY_OUT, Group
 from lox.store._prng_keys import words_of
-from lox.store._segment import SegmentReader
+from lox.store._segment import DamagedRowsError, SegmentReader
 from lox.store.names import base_names
 
 
@@ -124,11 +124,15 @@ class Reader:
     >>> writer.close()
 
     It remembers what it has read: `poll` reads only new events, and loading a second run does not search the files
-    again. It keeps no file open. A directory that does not exist yet has no runs.
+    again. It keeps no file open. A directory that does not exist yet has no runs. Rows that do not have the checksum
+    that they were written with are an error, or are left out with a warning if `damaged="skip"`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], damaged: str = "error"):
+        if damaged not in ("error", "skip"):
+            raise _errors.OptionError(f"`damaged` is {damaged!r}; choose 'error' or 'skip'.")
         self.path = Path(path).absolute()
+        self._skips = damaged == "skip"
         self._catalog = Catalog(self.path)
         self._polled: dict[SegmentReader, int] = {}
         self._warned: set[str] = set()
@@ -172,7 +176,7 @@ class Reader:
             if all(self._polled.get(segment, 0) == end for segment, end in ends.items()):
                 continue
             try:
-                by_run = _from_rows.of_all_runs(group, select, self._polled)
+                by_run = self._intact(_from_rows.of_all_runs, group, select, self._polled)
             except _errors.RunNotFoundError:
                 continue  # overwritten meanwhile
             by_entry |= {(group.id, number): by_run[number] for number in wanted if number in by_run}
@@ -203,7 +207,7 @@ class Reader:
         chunks: Chunks = {}
         for entry in self._catalog.records[name].entries:
             group = self._catalog.groups[entry.group]
-            _merge(chunks, _from_rows.of_run(group, entry.number, select))
+            _merge(chunks, self._intact(_from_rows.of_run, group, entry.number, select))
         return _from_rows.to_logdict(chunks)
 
     def _chunks_of_all(self, names: list[str], select: Select) -> dict[str, Chunks]:
@@ -213,14 +217,42 @@ class Reader:
         for group, wanted in self._by_group(records).items():
             if len(wanted) == 1:
                 (number,) = wanted
-                by_entry[group.id, number] = _from_rows.of_run(group, number, select)
+                by_entry[group.id, number] = self._intact(_from_rows.of_run, group, number, select)
             else:
-                for number, run_chunks in _from_rows.of_all_runs(group, select).items():
+                for number, run_chunks in self._intact(_from_rows.of_all_runs, group, select).items():
                     by_entry[group.id, number] = run_chunks
         for record in records:
             for entry in record.entries:
                 _merge(chunks[record.name], by_entry.get((entry.group, entry.number), {}))
         return chunks
+
+    def _intact(self, read: Callable[..., Any], *args: Any) -> Any:
+        """Call `read(*args)`, again without damaged rows if they are to be skipped."""
+        while True:
+            try:
+                return read(*args)
+            except DamagedRowsError as damage:
+                text = str(damage) + self._runs_behind(damage)
+                if not self._skips:
+                    raise _errors.StoreError(
+                        f'{text}\n`lox.load(..., damaged="skip")` loads everything else; '
+                        f"lox.store.repair({str(self.path)!r}) takes it out."
+                    ) from None
+                segment, batch = damage.segment, damage.batch
+                segment.bad[batch] = damage
+                if text not in self._warned:
+                    self._warned.add(text)
+                    _sites.warn(f"{text}\n{segment.rows[batch]} rows were left out.")
+
+    def _runs_behind(self, damage: DamagedRowsError) -> str:
+        try:
+            numbers = damage.segment.runs_in(damage.batch)
+        except DamagedRowsError:
+            return ""  # which runs it concerns is what was damaged
+        group = damage.segment.file.parent.name
+        of_group = {e.number: r.name for r in self._catalog.records.values() for e in r.entries if e.group == group}
+        named = [of_group[number] for number in numbers if number in of_group]
+        return f"\nIt has events of {_errors.listing(named[:8])}." if named else ""
 
     def _no_run(self, name: str) -> _errors.RunNotFoundError:
         records = self._catalog.records
@@ -246,15 +278,17 @@ class Reader:
 
     def _scan_for(self, records: Iterable[Record]) -> None:
         """Scan the files of these runs, and warn of damage."""
-        problems = []
+        problems: dict[Path, str] = {}
         for group in self._by_group(records):
-            group.meta()  # raises an error if this lox cannot read the group
             group.scan()
-            problems += group.problems
+            problems |= group.damage()
             for segment in group.segments.values():
                 if segment.leftover and not (segment.damage is None and group.is_alive()):
                     what = segment.damage or "the last batch is incomplete"
-                    problems.append(f"{str(segment.file)!r}: {segment.leftover} bytes at its end ({what})")
+                    problems[segment.file] = f"{str(segment.file)!r}: {segment.leftover} bytes at its end ({what})"
+        self._warn_of(problems.values())
+
+    def _warn_of(self, problems: Iterable[str]) -> None:
         problems = [p for p in problems if p not in self._warned]
         self._warned.update(problems)
         if problems:
@@ -296,7 +330,12 @@ def _selector(argnames: str | Iterable[str] | None) -> Select:
 # --- what users need ---
 
 
-def load(path: str | os.PathLike[str], key: Any = None, argnames: str | Iterable[str] | None = None) -> Any:
+def load(
+    path: str | os.PathLike[str],
+    key: Any = None,
+    argnames: str | Iterable[str] | None = None,
+    damaged: str = "error",
+) -> Any:
     """Read logs from a directory that a `SaveLogger` or `lox.save` wrote to.
 
     >>> import tempfile, jax, numpy as np, lox
@@ -312,6 +351,8 @@ def load(path: str | os.PathLike[str], key: Any = None, argnames: str | Iterable
         key: The PRNG key of a run, whose newest attempt is loaded. An array of PRNG keys loads several runs, with a
             lane axis in front. The name of a run, such as `"42.1"`, is accepted too.
         argnames: Load only these keys of the logs; globs such as `"train/*"` are allowed. Other keys are not read.
+        damaged: What to do about rows that do not have the checksum that they were written with: `"error"` raises a
+            `StoreError` that names them, `"skip"` leaves them out, with a warning.
 
     Returns:
         A `logdict` of NumPy arrays in which every key has an event axis. Without `key`, if the directory has several
@@ -326,7 +367,7 @@ def load(path: str | os.PathLike[str], key: Any = None, argnames: str | Iterable
     """
     argnames = None if argnames is None else _selection.names("argnames", argnames)
     select = _selector(argnames)
-    reader = Reader(path)
+    reader = Reader(path, damaged)
     reader._open_for_loading()
     records = reader._catalog.records
     if not records:
@@ -367,14 +408,16 @@ def runs(path: str | os.PathLike[str]) -> list[Run]:
     """
     reader = Reader(path)
     reader._open_for_loading()
+    reader._warn_of([text for group in reader._catalog.groups.values() for text in group.damage().values()])
     return reader.runs()
 
 
 def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, int]:
-    """Cut off what a crash has left at the ends of files, so that every Arrow reader can read them.
+    """Cut off what a crash has left at the ends of files, and take out rows without the right checksum.
 
-    What lox loads stays the same. Runs that are still being written are left alone. Bytes that are damaged, not just
-    incomplete, are kept in a file next to the original, which ends in `.damaged`.
+    Afterwards every Arrow reader can read the files. What lox can load stays the same. Runs that are still being
+    written are left alone. Bytes that are damaged, not just incomplete, are kept in a file next to the original, which
+    ends in `.damaged`.
 
     >>> import tempfile, lox
     >>> directory = tempfile.mkdtemp()
@@ -394,8 +437,11 @@ def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, in
     repaired: dict[str, int] = {}
     for group in reader._catalog.groups.values():
         group.scan()
+        for segment in group.segments.values():
+            if segment.schema is not None:
+                segment.verify()
         # A writer that died before its first write has left an empty file.
-        broken = [s for s in group.segments.values() if s.leftover or s.schema is None]
+        broken = [s for s in group.segments.values() if s.leftover or s.bad or s.schema is None]
         if broken and not force and group.is_alive():
             _sites.warn(
                 f"{str(group.folder)!r} was left alone: its writer seems to be alive. "
@@ -403,9 +449,33 @@ def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, in
             )
             continue
         for segment in broken:
-            repaired[str(segment.file)] = segment.leftover
+            extents = [segment.extent(batch) for batch in segment.bad]
+            repaired[str(segment.file)] = segment.leftover + sum(stop - start for start, stop in extents)
             _cut(segment.file, segment.end, segment.damage is not None, segment.schema is None)
+            if extents:
+                _take_out(segment.file, extents)
+        if broken:
+            _group.accept_sizes(group.folder)
     return repaired
+
+
+def _take_out(file: Path, extents: list[tuple[int, int]]) -> None:
+    """Move parts of a file to another one; at any moment, one of them has each part."""
+    try:
+        data, start = file.read_bytes(), 0
+        with open(f"{file}.damaged", "ab") as rest:
+            rest.write(b"".join(data[start:stop] for start, stop in extents))
+            os.fsync(rest.fileno())
+        repaired = Path(f"{file}.repaired")
+        with open(repaired, "wb") as whole:
+            for begin, stop in extents:
+                whole.write(data[start:begin])
+                start = stop
+            whole.write(data[start:])
+            os.fsync(whole.fileno())
+        repaired.replace(file)
+    except OSError as error:
+        raise _errors.cannot_write(file, error, WAY_OUT) from error
 
 
 def _cut(file: Path, end: int, damaged: bool, empty: bool) -> None:

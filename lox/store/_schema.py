@@ -13,12 +13,14 @@ import io
 import json
 import math
 import struct
+import zlib
 from typing import Any, NamedTuple
 
 from lox.store import _dtypes, _structure
 from lox.store._flatbuffers import DamagedError, Table
 
 FORMAT = "lox-arrow/2"
+FORMAT_1 = "lox-arrow/1"  # without checksums, and with one run per row
 
 CONTINUATION = b"\xff\xff\xff\xff"
 END_OF_STREAM = CONTINUATION + b"\0\0\0\0"
@@ -86,6 +88,7 @@ class Schema:
     valid: Column | None
     keys: tuple[Key, ...]
     runs: int = 1  # of a row
+    checked: bool = True  # whether batches have checksums
 
     @property
     def columns(self) -> list[Column]:
@@ -113,8 +116,8 @@ def _arrow_type(column: Column) -> Any:
     return nanoarrow.fixed_size_list(item, column.items, nullable=False)
 
 
-def encode(schema: Schema) -> bytes:
-    """Return the message with which a segment begins."""
+def encode(schema: Schema, place: str) -> bytes:
+    """Return the message with which a segment begins; `place` is its group and name."""
     import nanoarrow
     from nanoarrow.c_array_stream import CArrayStream
     from nanoarrow.ipc import StreamWriter
@@ -134,13 +137,20 @@ def encode(schema: Schema) -> bytes:
         name = _title(column, taken)
         fields.append(nanoarrow.Schema(_arrow_type(column), name=name, metadata=metadata))
     keys = json.dumps([[key.name, key.structure, key.order] for key in schema.keys])
-    about = {"format": FORMAT, "keys": keys, "runs": str(schema.runs)}
+    about = {"format": FORMAT, "keys": keys, "runs": str(schema.runs), "place": place, "crc": checksum(schema, place)}
     whole = nanoarrow.Schema(nanoarrow.Type.STRUCT, fields=fields, metadata=about, nullable=False)
     out = io.BytesIO()
     writer = StreamWriter.from_writable(out)
     writer.write_stream(CArrayStream.from_c_arrays([], nanoarrow.c_schema(whole), move=False))
     writer.release()
     return out.getvalue()
+
+
+def checksum(schema: Schema, place: str) -> str:
+    """Return the checksum of everything that lox needs to know of a segment."""
+    keys = [(key.name, key.structure, key.order) for key in schema.keys]
+    columns = [list(dataclasses.asdict(column).values()) for column in schema.columns]
+    return f"{zlib.crc32(json.dumps([place, schema.runs, keys, columns]).encode()):08x}"
 
 
 def _title(column: Column, taken: set[str]) -> str:
@@ -171,21 +181,26 @@ def message_size(prefix: bytes) -> int:
     return size
 
 
-def decode(metadata: bytes) -> Schema:
-    """Read the schema from the metadata of the first message of a segment."""
+def decode(metadata: bytes, place: str) -> Schema:
+    """Read the schema from the metadata of the first message of the segment at `place`."""
     message = Table.root(metadata)
     header = message.table(2)
     if message.scalar(1, "B", 0) != _SCHEMA_HEADER or header is None or message.scalar(3, "q", 0) != 0:
         raise DamagedError("the segment does not begin with a schema")
     about = _metadata(header, 2)
-    if about.get("format") != FORMAT:
+    checked = about.get("format") == FORMAT
+    if not checked and about.get("format") != FORMAT_1:
         raise DamagedError(f"the segment is of format {about.get('format')!r}, not {FORMAT!r}")
     try:
         columns = [_column(field) for field in header.tables(1)]
         keys = json.loads(about["keys"])
-        schema = _assemble(columns, keys, int(about["runs"]))
+        schema = _assemble(columns, keys, int(about["runs"]) if checked else 1, checked)
     except (KeyError, ValueError, TypeError, RecursionError, OverflowError) as error:
         raise DamagedError(f"the schema makes no sense ({error})") from error
+    if checked and about.get("crc") != checksum(schema, about.get("place", "")):
+        raise DamagedError("the schema does not have the checksum that it was written with")
+    if checked and about["place"] != place:
+        raise DamagedError(f"it was written as {about['place']!r}")
     return schema
 
 
@@ -253,7 +268,7 @@ def _stored_type(field: Table) -> Any:
     raise DamagedError("a column has a type that lox does not write")
 
 
-def _assemble(columns: list[Column], keys: Any, runs: int) -> Schema:
+def _assemble(columns: list[Column], keys: Any, runs: int, checked: bool) -> Schema:
     """Make the schema of these columns; anything inconsistent is damage."""
     if columns[:2] != [RUN, WALL]:
         raise DamagedError("the first columns are not those of lox")
@@ -282,4 +297,4 @@ def _assemble(columns: list[Column], keys: Any, runs: int) -> Schema:
         start = stop
     if start != len(leaves) or len({key.name for key in schema_keys}) != len(schema_keys):
         raise DamagedError("the columns do not fit the keys")
-    return Schema(steps, valid[0] if valid else None, tuple(schema_keys), runs)
+    return Schema(steps, valid[0] if valid else None, tuple(schema_keys), runs, checked)

@@ -17,7 +17,7 @@ import numpy as np
 from lox import _errors
 from lox.store import _schema
 from lox.store._flatbuffers import DamagedError
-from lox.store._record_batch import Batches
+from lox.store._record_batch import BLOCK, Batches, checksums
 from lox.store._schema import Column, Schema
 
 Array = np.ndarray[Any, Any]
@@ -31,7 +31,7 @@ class SegmentWriter:
     def __init__(self, file: Path, batches: Batches):
         self.file, self.batches = file, batches
         self.size = 0  # up to the end of the last complete batch
-        self._preamble = _schema.encode(batches.schema)  # empty once it is written
+        self._preamble = _schema.encode(batches.schema, _place(file))  # empty once it is written
         try:
             # O_EXCL: never write to a file of another process.
             self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
@@ -47,7 +47,7 @@ class SegmentWriter:
     def write_batch(self, rows: int, columns: Sequence[Any]) -> None:
         """Append rows, given the bytes of each column."""
         layout = self.batches.layout(rows)
-        parts: list[Any] = [self._preamble, layout.header]
+        parts: list[Any] = [self._preamble, layout.header, checksums(columns), layout.tail]
         for data, size in zip(columns, layout.sizes, strict=True):
             parts += [data, bytes(-size % 8)]
         self._write(b"".join(parts))
@@ -91,11 +91,30 @@ class SegmentWriter:
         return self._file < 0
 
 
+def _place(file: Path) -> str:
+    """Say which segment of which group a file is."""
+    return f"{file.parent.name}/{file.name}"
+
+
+class DamagedRowsError(_errors.StoreError):
+    """Rows that do not have the checksum that they were written with."""
+
+    def __init__(self, segment: "SegmentReader", batch: int, column: Column, rows: tuple[int, int]):
+        self.segment, self.batch, self.column, self.rows = segment, batch, column, rows
+        before = sum(segment.rows[:batch])
+        what = {"step": "the step ", "value": ""}.get(column.role, "the column ") + repr(column.name)
+        super().__init__(
+            f"{str(segment.file)!r} is damaged: {what} in rows {before + rows[0]} to {before + rows[1] - 1} does not "
+            "have the checksum that it was written with."
+        )
+
+
 class SegmentReader:
     """Knows where the record batches of a file are; `scan` looks for new ones."""
 
     def __init__(self, file: Path):
         self.file = file
+        self.bad: dict[int, DamagedRowsError] = {}  # batches to leave out
         self.schema: Schema | None = None
         self.offsets: list[int] = []  # of batches
         self.rows: list[int] = []
@@ -104,6 +123,7 @@ class SegmentReader:
         self.leftover = 0  # bytes after it
         self.damage: str | None = None  # what is wrong with them, unless they are just an incomplete batch
         self._batches: Batches | None = None
+        self._checksums: list[bytes] = []  # of each batch
         self._ranges: Array = np.empty((0, 2), np.int32)
 
     @contextlib.contextmanager
@@ -147,27 +167,32 @@ class SegmentReader:
                 return
             message = bytearray(length)
             _read_into(file, 8, message)
-            self.schema = _schema.decode(bytes(message))
+            self.schema = _schema.decode(bytes(message), _place(self.file))
             self._batches = Batches(self.schema)
             self.end = 8 + length
         assert self._batches is not None
-        layouts, header_size = self._batches, self._batches.header_size
+        layouts, prefix_size = self._batches, self._batches.prefix_size
+        usual = prefix_size + 8 * len(layouts.columns)  # if no column is large
         while self.end < size:
-            header = _read_up_to(file, self.end, header_size)
+            header = _read_up_to(file, self.end, usual)
             if header[:8] == _schema.END_OF_STREAM:
                 self.end += 8
                 self.ended = True
                 if self.end < size:
                     raise DamagedError("there is something after the end of the stream")
                 return
-            if header[:8] != layouts.layout(0).header[: min(8, len(header))]:
+            if header[:4] != _schema.CONTINUATION[: len(header)]:
                 raise DamagedError("no batch begins here")
-            rows = layouts.rows_of(header, size - self.end)
+            rows = layouts.rows_of(header[:prefix_size], size - self.end)
             if rows < 0:
                 return
+            layout = layouts.layout(rows)
+            stop = prefix_size + 8 * layout.blocks[-1]
+            header = header if stop <= len(header) else _read_up_to(file, self.end, stop)
+            self._checksums.append(header[prefix_size:stop])
             self.offsets.append(self.end)
             self.rows.append(rows)
-            self.end += header_size + layouts.layout(rows).body
+            self.end += layout.header_size + layout.body
 
     def batches_with(self, run: int, start: int = 0) -> list[tuple[int, int, int]]:
         """Return the batches from `start` on that have rows of a run, and these rows. Rows are sorted by run."""
@@ -178,6 +203,8 @@ class SegmentReader:
             self._extend_ranges(file)
             candidates = np.flatnonzero((self._ranges[start:, 0] <= run) & (self._ranges[start:, 1] >= run)) + start
             for batch in candidates.tolist():
+                if batch in self.bad:
+                    continue
                 rows = self.rows[batch]
                 if self._ranges[batch, 0] + more == self._ranges[batch, 1]:
                     parts.append((batch, 0, rows))
@@ -197,16 +224,39 @@ class SegmentReader:
         new = np.empty((len(self.rows) - known, 2), np.int32)
         for i in range(known, len(self.rows)):
             rows = self.rows[i]
-            if not rows:
+            if not rows or i in self.bad:
                 new[i - known] = (1, 0)
                 continue
             new[i - known, 0] = self._raw(file, 0, i, 0, 1)[0]
             new[i - known, 1] = self._raw(file, 0, i, rows - 1, rows)[0] + self.schema.runs - 1
         self._ranges = np.concatenate([self._ranges, new])
 
+    def runs_in(self, batch: int) -> list[int]:
+        """Return the runs that have rows in a batch."""
+        assert self.schema is not None
+        with self.open() as file:
+            firsts = np.unique(self._raw(file, 0, batch, 0, self.rows[batch])).tolist()
+        return [first + n for first in firsts for n in range(self.schema.runs)]
+
+    def verify(self) -> None:
+        """Compare all checksums; damaged batches become `bad`."""
+        assert self._batches is not None
+        with self.open() as file:
+            for batch, rows in enumerate(self.rows):
+                try:
+                    for number in range(len(self._batches.columns)):
+                        self._raw(file, number, batch, 0, rows)
+                except DamagedRowsError as damage:
+                    self.bad[batch] = damage
+
+    def extent(self, batch: int) -> tuple[int, int]:
+        """Return where a batch begins and ends in the file."""
+        after = self.offsets[batch + 1] if batch + 1 < len(self.offsets) else self.end - 8 * self.ended
+        return self.offsets[batch], after
+
     def all_batches(self, start: int = 0) -> list[tuple[int, int, int]]:
         """Return all batches from `start` on, with all their rows."""
-        return [(i, 0, self.rows[i]) for i in range(start, len(self.rows))]
+        return [(i, 0, self.rows[i]) for i in range(start, len(self.rows)) if i not in self.bad]
 
     def read(self, columns: Sequence[Column], parts: Sequence[tuple[int, int, int]]) -> list[Array]:
         """Read these columns of these rows of batches, as one array each."""
@@ -234,17 +284,36 @@ class SegmentReader:
             out = np.empty((stop - start) * items, dtype)
         if not out.size:
             return out
-        layout = self._batches.layout(self.rows[batch])
-        offset = self.offsets[batch] + self._batches.header_size + layout.offsets[number]
         if dtype == np.bool_:
             first, last = start * items, stop * items
             packed = np.empty((last + 7) // 8 - first // 8, np.uint8)
-            _read_into(file, offset + first // 8, packed)
+            self._read_checked(file, number, batch, first // 8, packed)
             bits = np.unpackbits(packed, bitorder="little")
             out[:] = bits[first % 8 : first % 8 + last - first]
         else:
-            _read_into(file, offset + start * items * dtype.itemsize, out)
+            self._read_checked(file, number, batch, start * items * dtype.itemsize, out)
         return out
+
+    def _read_checked(self, file: BinaryIO, number: int, batch: int, start: int, out: Array) -> None:
+        """Fill `out` with the bytes of a column from `start` on, and verify the blocks that they are in."""
+        assert self._batches is not None
+        layout = self._batches.layout(self.rows[batch])
+        offset = self.offsets[batch] + layout.header_size + layout.offsets[number]
+        if not self._batches.schema.checked:
+            return _read_into(file, offset + start, out)
+        stop, size = start + out.nbytes, layout.sizes[number]
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        begin, end = first * BLOCK, min(last * BLOCK, size)
+        data = out if (begin, end) == (start, stop) else np.empty(end - begin, np.uint8)
+        _read_into(file, offset + begin, data)
+        view = memoryview(data).cast("B")
+        of_column = layout.blocks[number]
+        if checksums([view]) != self._checksums[batch][8 * (of_column + first) : 8 * (of_column + last)]:
+            row_size = max(1, size // max(1, self.rows[batch]))
+            rows = begin // row_size, min(self.rows[batch], -(-end // row_size))
+            raise DamagedRowsError(self, batch, self._batches.columns[number], rows)
+        if data is not out:
+            memoryview(out).cast("B")[:] = view[start - begin : stop - begin]
 
 
 def _read_up_to(file: BinaryIO, offset: int, size: int) -> bytes:

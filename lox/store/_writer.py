@@ -69,7 +69,7 @@ class _Table:
             stored = codec.encode(np.frombuffer(data, codec.memory))
             if stored.dtype == np.bool_:
                 stored = np.packbits(stored, bitorder="little")
-            encoded.append(stored.data)
+            encoded.append(stored.data.cast("B"))
         return encoded
 
     def clear(self) -> None:
@@ -347,7 +347,8 @@ class Writer:
                 for segment in self._open_segments():
                     segment.close()
                 if self.run_names:
-                    _group.write_meta(self.group, self._created, self._process, "closed", self._config)
+                    sizes = _group.sizes(self.group)
+                    _group.write_meta(self.group, self._created, self._process, "closed", self._config, sizes)
                 else:  # an empty group is useless
                     _group.Group(self.group).delete()
             except _errors.StoreError as error:
