@@ -1,11 +1,13 @@
 """What loggers do beyond the contract that they all share."""
 
+import contextlib
 import csv
 import errno
 import importlib.util
 import io
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -19,7 +21,7 @@ import numpy as np
 import pytest
 from exact import same
 from logger_cases import LaneRecorder, Recorder
-from machine import HANG, wait_for
+from machine import HANG, Disk, wait_for
 from spec_programs import with_steps
 
 import lox
@@ -606,9 +608,11 @@ def test_errors_that_the_disk_reports_last(tmp_path, monkeypatch, kind, reason):
         raise OSError(reason, os.strerror(reason))
 
     logger = getattr(lox.loggers, kind)(tmp_path)
-    logger.log(logger.init(jax.random.key(1)), {"x": 1.0}, step=0)
+    state = logger.init(jax.random.key(1))
+    logger.log(state, {"x": 1.0}, step=0)
     logger.flush()
     monkeypatch.setattr(os, "fsync", fsync)
+    logger.log(state, {"x": 2.0}, step=1)
     if reason == errno.EINVAL:  # not a file on a disk, so there is nothing to lose
         logger.flush()
     else:
@@ -617,6 +621,55 @@ def test_errors_that_the_disk_reports_last(tmp_path, monkeypatch, kind, reason):
         assert info.value.errno == reason
     monkeypatch.undo()
     logger.close()
+
+
+@pytest.mark.parametrize("runs", [1, 70], ids=["open", "more than are kept open"])
+@pytest.mark.parametrize("kind", [CsvLogger, JsonlLogger])
+def test_a_disk_that_is_full_for_a_while_tears_no_row(tmp_path, monkeypatch, kind, runs):
+    """What was accepted can be read; the rest is reported, and leaves no torn row in between."""
+    disk = Disk(monkeypatch, room=1 << 30)
+    logger = kind(tmp_path)
+    states = jax.vmap(logger.init)(jax.vmap(jax.random.key)(jnp.arange(runs)))
+    log = jax.vmap(lambda state, n: logger.log(state, {"x": jnp.full(5000, n)}, step=n), in_axes=(0, None))
+    with pytest.warns(lox.LoxWarning, match="failed writing 'x' of run '0': StoreError: cannot write"):
+        for n in range(6):
+            disk.room = 100 if n in (2, 3) else 1 << 30
+            log(states, n)
+            refused = pytest.raises(
+                lox.StoreError, match=r"cannot write '.*': No space left on device\.\n.*not written"
+            )
+            with refused if n in (2, 3) else contextlib.nullcontext():
+                logger.flush()
+    logger.close()
+    for file in tmp_path.iterdir():
+        if kind is JsonlLogger:
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+        else:
+            csv.field_size_limit(1 << 20)
+            cells = csv.DictReader(file.read_text().splitlines())
+            rows = [{"step": int(row["step"]), "x": json.loads(row["x"])} for row in cells]
+        assert rows == [{"step": n, "x": [n] * 5000} for n in (0, 1, 4, 5)]
+
+
+@pytest.mark.parametrize("kind", [CsvLogger, JsonlLogger])
+def test_a_picture_that_does_not_fit_on_the_disk(tmp_path, monkeypatch, kind):
+    really = pathlib.Path.write_bytes
+
+    def write_half(file, data):
+        really(file, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    logger = kind(tmp_path)
+    state = logger.init(jax.random.key(0))
+    with monkeypatch.context() as patched, pytest.warns(lox.LoxWarning, match="No space left on device"):
+        patched.setattr("pathlib.Path.write_bytes", write_half)
+        logger.log(state, {"frame": lox.Image(np.zeros((2, 2)))})
+        with pytest.raises(OSError, match="No space left on device"):
+            logger.flush()
+    logger.log(state, {"frame": lox.Image(np.zeros((2, 2)))})
+    logger.close()
+    (picture,) = tmp_path.glob("0.media/*.png")
+    assert len(picture.read_bytes()) > 10
 
 
 # --- closing one run ---

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from machine import Disk
 
 import lox
 from lox.loggers import TensorBoardLogger
@@ -244,6 +245,29 @@ def test_more_runs_than_files_may_be_open(tmp_path):
     sizes = {path.stat().st_size for path in tmp_path.glob("*/events*")}
     assert len(list(tmp_path.iterdir())) == 100
     assert len(sizes) == 1
+
+
+@needs_tensorboard
+@pytest.mark.parametrize("can_truncate", [True, False])
+def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch, can_truncate):
+    """What was accepted is read back by TensorBoard; the rest is reported, and leaves no torn record in between."""
+    disk = Disk(monkeypatch, room=1 << 30)
+    logger, refused = TensorBoardLogger(tmp_path), []
+    state = logger.init(jax.random.key(0))
+    (file,) = tmp_path.glob("0/events*")
+    with pytest.warns(lox.LoxWarning, match="failed writing 'x' of run '0': StoreError: cannot write"):
+        for n in range(30):
+            if n in (10, 20):
+                disk.room, disk.can_truncate = (13, can_truncate) if n == 10 else (1 << 30, True)
+            logger.log(state, {"x": n}, step=n)
+            try:
+                logger.flush()
+            except lox.StoreError as error:
+                assert str(error).startswith(f"cannot write {str(file)!r}: ")
+                refused.append(n)
+    logger.close()
+    assert refused == list(range(10, 20))
+    assert scalars(read(tmp_path / "0"), "x") == [(n, n) for n in range(30) if n not in refused]
 
 
 @pytest.mark.slow

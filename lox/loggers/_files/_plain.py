@@ -24,6 +24,7 @@ from lox.store.names import Taken
 _MAX_OPEN = 64
 # Errors of `fsync` on what is not on a disk, such as a pipe: there is nothing more to do.
 _NO_DISK = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+_WAY_OUT = "These events are not written. Free some space, or make the folder writable, before the next ones."
 
 
 def folder(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -44,19 +45,40 @@ def create_for(run: Run, taken: Taken, create: Callable[[str], None]) -> None:
             pass
 
 
-class OpenFiles(collections.OrderedDict[pathlib.Path, IO[Any]]):
-    """The files used last, kept open: there may be more runs than the system allows open files."""
+class OpenFiles(collections.OrderedDict[pathlib.Path, IO[bytes]]):
+    """Files that are appended to. Those used last are kept open: there may be more than the system allows."""
 
-    def __init__(self, **options: Any):
+    def __init__(self) -> None:
         super().__init__()
-        self._options = options  # of `open`
+        self._torn: dict[pathlib.Path, int] = {}  # where files end whose last write failed
 
-    def use(self, name: pathlib.Path) -> IO[Any]:
-        """Open a file, unless it is open."""
-        self[name] = file = self.pop(name, None) or open(name, **self._options)  # noqa: SIM115
+    def append(self, name: pathlib.Path, data: bytes) -> None:
+        """Add to a file, so that others see it at once: everything, or nothing if the system refuses."""
+        rest = memoryview(data)
+        try:
+            file = self._use(name)
+            self._mend(name)
+            try:
+                while rest:
+                    rest = rest[os.write(file.fileno(), rest) :]
+            except BaseException:
+                self._torn[name] = os.fstat(file.fileno()).st_size - (len(data) - len(rest))
+                self._mend(name)
+                raise
+        except OSError as error:
+            raise _errors.cannot_write(name, error, _WAY_OUT) from error
+
+    def _use(self, name: pathlib.Path) -> IO[bytes]:
+        self[name] = file = self.pop(name, None) or open(name, "ab", buffering=0)  # noqa: SIM115
         while len(self) > _MAX_OPEN:
             self.popitem(last=False)[1].close()
         return file
+
+    def _mend(self, name: pathlib.Path) -> None:
+        """Cut off what a failed write has left: nobody could read what is added behind it."""
+        if name in self._torn:
+            os.ftruncate(self[name].fileno(), self._torn[name])
+            del self._torn[name]
 
     def close(self, name: pathlib.Path) -> None:
         """Close a file, if it is open."""
@@ -65,13 +87,12 @@ class OpenFiles(collections.OrderedDict[pathlib.Path, IO[Any]]):
 
     def commit(self) -> None:
         """Ask the system to put everything on disk."""
-        for file in self.values():
-            file.flush()
+        for name, file in self.items():
             try:
                 os.fsync(file.fileno())  # a disk that is full or broken may report it only now
             except OSError as error:
                 if error.errno not in _NO_DISK:
-                    raise
+                    raise _errors.cannot_write(name, error, _WAY_OUT) from error
 
 
 class RunFile:
@@ -91,7 +112,7 @@ class FileLogger(Logger):
     def __init__(self, path: str | os.PathLike[str]):
         self.path = folder(path)
         self._names = Taken()
-        self.open_files = OpenFiles(mode="a", encoding="utf-8", errors="backslashreplace", newline="")
+        self.open_files = OpenFiles()
 
     def open(self, run: Run) -> None:
         """Create the file; if the name is taken, 42 becomes 42.1. The config goes to a file next to it."""
@@ -119,9 +140,7 @@ class FileLogger(Logger):
 
     def append(self, run: Run, text: str) -> None:
         """Add text to the run's file, so that others see it at once."""
-        file = self.open_files.use(run.resource.file)
-        file.write(text)
-        file.flush()
+        self.open_files.append(run.resource.file, text.encode(errors="backslashreplace"))
 
     def save_picture(self, run: Run, pixels: np.ndarray) -> str:
         """Write a picture to a file named after its content; return its name, relative to the run's file."""
@@ -129,7 +148,11 @@ class FileLogger(Logger):
         file = self.path / f"{run.name}.media" / f"{hashlib.sha256(data).hexdigest()[:16]}.png"
         if not file.exists():
             file.parent.mkdir(exist_ok=True)
-            file.write_bytes(data)
+            try:
+                file.write_bytes(data)
+            except BaseException:
+                file.unlink(missing_ok=True)  # or half a picture would be taken for the whole one
+                raise
         return file.relative_to(self.path).as_posix()
 
     def commit(self) -> None:

@@ -65,7 +65,7 @@ class TensorBoardLogger(CurveLogger):
         super().__init__(step, arrays, max_elements)
         self.path = folder(path)
         self._names = Taken()
-        self._open_files = OpenFiles(mode="ab", buffering=0)
+        self._open_files = OpenFiles()
 
     def log_text(self, state: LoggerState, key: str, text: str, step: Any = 0) -> None:
         """Write a text, which TensorBoard shows as Markdown. Works under `jit` and `vmap` too.
@@ -84,7 +84,8 @@ class TensorBoardLogger(CurveLogger):
             del token
             for number, at in filter(None, packet.by_lane()):
                 with self._pipeline.isolated(f"writing the text {key!r}"):
-                    self._append(self._pipeline.runs[int(number)], _tfevents.text(key, int(at), text, time.time()))
+                    file = self._pipeline.runs[int(number)].resource
+                    self._open_files.append(file, _tfevents.text(key, int(at), text, time.time()))
 
         _emit.ask(write, [run, as_step("step", step)])
 
@@ -95,10 +96,10 @@ class TensorBoardLogger(CurveLogger):
         create_for(run, self._names, lambda name: (self.path / name).mkdir())
         unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
         run.resource = self.path / run.name / f"events.out.tfevents.{unique}"
-        self._append(run, _tfevents.header(time.time()))
+        self._open_files.append(run.resource, _tfevents.header(time.time()))
         if run.config:
             config = json.dumps(strict_json(run.config), indent=2)
-            self._append(run, _tfevents.text("config", 0, f"```json\n{config}\n```", time.time()))
+            self._open_files.append(run.resource, _tfevents.text("config", 0, f"```json\n{config}\n```", time.time()))
 
     def send_lanes(self, runs: list[Run], curves: list[Curve]) -> None:
         """Encode the events of all runs at once."""
@@ -116,13 +117,7 @@ class TensorBoardLogger(CurveLogger):
             if chunk:
                 names = _errors.listing([curve.name for curve in curves])
                 with self._pipeline.isolated(f"writing {names} of run {run.name!r}"):
-                    self._append(run, b"".join(chunk))
-
-    def _append(self, run: Run, data: bytes) -> None:
-        file = self._open_files.use(run.resource)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[file.write(rest) :]
+                    self._open_files.append(run.resource, b"".join(chunk))
 
     def commit(self) -> None:
         """Ask the system to put everything on disk."""
