@@ -1,6 +1,7 @@
 """What lox raises. Messages say which key, where it was logged, what is wrong and what to do instead."""
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -158,6 +159,17 @@ def cannot_write(file: object, error: OSError, way_out: str) -> StoreError:
 def cannot_read(file: object, error: OSError) -> StoreError:
     """For a file that the operating system refuses to read."""
     return _refused("read", file, error, "Make the file readable, or load another directory.")
+
+
+def lost_file(file: object, runs: Sequence[str]) -> StoreError:
+    """For a file that is no longer there while runs are being written to it."""
+    more = f" and {len(runs) - 1} others have lost their files" if len(runs) > 1 else " has lost its file"
+    lost = StoreError(
+        f"run {runs[0]!r}{more}: {str(file)!r} was removed or renamed while it was written.\n"
+        "What was in it and what is logged now is lost with it. Begin another run with `init`."
+    )
+    lost.errno, lost.filename = errno.ENOENT, str(file)
+    return lost
 
 
 def _refused(what: str, file: object, error: OSError, way_out: str) -> StoreError:

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -672,6 +673,76 @@ def test_a_picture_that_does_not_fit_on_the_disk(tmp_path, monkeypatch, kind):
     assert len(picture.read_bytes()) > 10
 
 
+FILE_LOGGERS = {"CsvLogger": "0.csv", "JsonlLogger": "0.jsonl", "TensorBoardLogger": "0/events*", "SaveLogger": "*/*"}
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+@pytest.mark.parametrize("kind", FILE_LOGGERS)
+def test_files_that_are_removed_under_an_open_logger(tmp_path, kind, what):
+    """`flush` and `close` say so: until then, everybody thinks that the events are safe."""
+    logger = getattr(lox.loggers, kind)(tmp_path / "runs")
+    state = logger.init(jax.random.key(0))
+    logger.log(state, {"a": 1.0})
+    logger.flush()
+    files = sorted(logger.path.glob(FILE_LOGGERS[kind]))
+    if what == "folder":
+        shutil.rmtree(logger.path)
+    else:
+        for file in files:
+            file.unlink()
+    gone = r"^run '0' has lost its file: '.*runs.*' was removed or renamed while it was written\.\n.*`init`\."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lox.LoxWarning)  # the second time, it fails while writing
+        for end in (logger.flush, logger.flush, logger.close):
+            logger.log(state, {"a": 2.0})
+            with pytest.raises(lox.StoreError, match=gone) as caught:
+                end()
+            assert caught.value.filename in map(str, files)
+
+
+@pytest.mark.parametrize("kind", ["CsvLogger", "JsonlLogger", "TensorBoardLogger"])
+def test_files_of_many_runs_that_are_removed(tmp_path, kind):
+    """Those that are not open are not made again, and one error speaks for all."""
+    logger = getattr(lox.loggers, kind)(tmp_path)
+    states = jax.vmap(logger.init)(jax.vmap(jax.random.key)(jnp.arange(70)))
+    log = jax.vmap(lambda state: logger.log(state, {"a": 1.0}))
+    log(states)
+    logger.flush()
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            file.unlink()
+    lost = r"run '0' and 69 others have lost their files: '.*' was removed or renamed while it was written\."
+    with pytest.warns(lox.LoxWarning, match="has lost its file"), pytest.raises(lox.StoreError, match=lost):
+        log(states)
+        logger.close()
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+def test_a_file_that_is_removed_before_a_compiled_program_closes_its_run(tmp_path):
+    logger = JsonlLogger(tmp_path)
+    state = logger.init(jax.random.key(0))
+    logger.log(state, {"a": 1.0})
+    logger.flush()
+    (tmp_path / "0.jsonl").unlink()
+    with pytest.warns(
+        lox.LoxWarning, match="JsonlLogger failed finishing run '0': StoreError: run '0' has lost its file"
+    ):
+        jax.jit(logger.close)(state)
+        with pytest.raises(lox.StoreError, match="run '0' has lost its file"):
+            logger.close()
+
+
+def test_flush_reaches_files_that_are_no_longer_open(tmp_path, monkeypatch):
+    synced = set()
+    really = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), really(file)))
+    with JsonlLogger(tmp_path) as logger:
+        states = jax.vmap(logger.init)(jax.vmap(jax.random.key)(jnp.arange(70)))
+        jax.vmap(lambda state: logger.log(state, {"a": 1.0}))(states)
+        logger.flush()
+        assert synced == {file.stat().st_ino for file in tmp_path.iterdir()}
+
+
 # --- closing one run ---
 
 
@@ -701,7 +772,7 @@ def test_closing_one_run_leaves_the_others(wrap):
     logger.flush()
     assert logger.calls == ["1: {'x': [1.0]}", "1 ends"]
     logger.log(second, {"x": 2.0})
-    with pytest.raises(lox.LoxError, match=r"^run '1' is closed\. Begin another with `init`\.$"):
+    with pytest.raises(lox.LoxError, match=r"^run '1' is closed\. Begin another with `init`\."):
         logger.log(first, {"x": 3.0})
     logger.close(first)  # does nothing the second time
     logger.close()

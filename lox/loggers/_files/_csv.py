@@ -54,7 +54,7 @@ class CsvLogger(FileLogger):
 
     def _widen(self, run: Run, columns: list[str]) -> None:
         run_file: RunFile = run.resource
-        self.open_files.close(run_file.file)
+        self.open_files.release(run_file.file)
         wider = run_file.file.with_name(f".{run_file.file.name}.new")
         options: dict[str, Any] = dict(encoding="utf-8", errors="backslashreplace", newline="")
         try:

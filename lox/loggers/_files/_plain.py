@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from lox.store.names import Taken
 _MAX_OPEN = 64
 # Errors of `fsync` on what is not on a disk, such as a pipe: there is nothing more to do.
 _NO_DISK = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-_WAY_OUT = "These events are not written. Free some space, or make the folder writable, before the next ones."
+WAY_OUT = "These events are not written. Free some space, or make the folder writable, before the next ones."
 
 
 def folder(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -32,6 +32,17 @@ def folder(path: str | os.PathLike[str]) -> pathlib.Path:
     if not isinstance(path, str | os.PathLike):
         raise _errors.LogTypeError(f"`path` is {path!r}; it must be the name of a folder.")
     return pathlib.Path(path).absolute()
+
+
+def is_missing(file: pathlib.Path) -> bool:
+    """Tell whether a file was removed or renamed."""
+    try:
+        os.stat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass  # such as a folder that may not be read: nothing is lost
+    return False
 
 
 def create_for(run: Run, taken: Taken, create: Callable[[str], None]) -> None:
@@ -46,53 +57,90 @@ def create_for(run: Run, taken: Taken, create: Callable[[str], None]) -> None:
 
 
 class OpenFiles(collections.OrderedDict[pathlib.Path, IO[bytes]]):
-    """Files that are appended to. Those used last are kept open: there may be more than the system allows."""
+    """The files of runs. Those used last are kept open: there may be more than the system allows."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._runs: dict[pathlib.Path, str] = {}  # the run of each file, until it ends
         self._torn: dict[pathlib.Path, int] = {}  # where files end whose last write failed
+        self._unsynced: set[pathlib.Path] = set()  # files written to since the last commit
 
-    def append(self, name: pathlib.Path, data: bytes) -> None:
+    def create(self, file: pathlib.Path, run: str) -> None:
+        """Begin a file; it must not exist, so that two processes never write to the same one."""
+        file.touch(exist_ok=False)
+        self._runs[file] = run
+
+    def append(self, file: pathlib.Path, data: bytes) -> None:
         """Add to a file, so that others see it at once: everything, or nothing if the system refuses."""
         rest = memoryview(data)
         try:
-            file = self._use(name)
-            self._mend(name)
+            descriptor = self._use(file)
+            self._mend(file)
+            self._unsynced.add(file)
             try:
                 while rest:
-                    rest = rest[os.write(file.fileno(), rest) :]
+                    rest = rest[os.write(descriptor, rest) :]
             except BaseException:
-                self._torn[name] = os.fstat(file.fileno()).st_size - (len(data) - len(rest))
-                self._mend(name)
+                self._torn[file] = os.fstat(descriptor).st_size - (len(data) - len(rest))
+                self._mend(file)
                 raise
+        except FileNotFoundError as error:
+            raise _errors.lost_file(file, [self._runs[file]]) from error
         except OSError as error:
-            raise _errors.cannot_write(name, error, _WAY_OUT) from error
+            raise _errors.cannot_write(file, error, WAY_OUT) from error
 
-    def _use(self, name: pathlib.Path) -> IO[bytes]:
-        self[name] = file = self.pop(name, None) or open(name, "ab", buffering=0)  # noqa: SIM115
+    def _use(self, file: pathlib.Path) -> int:
+        """Open a file, unless it is open. One that was removed is not made again: it would lack its beginning."""
+        without_creating = lambda name, flags: os.open(name, flags & ~os.O_CREAT)  # noqa: E731
+        opened = self.pop(file, None) or open(file, "ab", buffering=0, opener=without_creating)  # noqa: SIM115
+        self[file] = opened
         while len(self) > _MAX_OPEN:
             self.popitem(last=False)[1].close()
-        return file
+        return opened.fileno()
 
-    def _mend(self, name: pathlib.Path) -> None:
+    def _mend(self, file: pathlib.Path) -> None:
         """Cut off what a failed write has left: nobody could read what is added behind it."""
-        if name in self._torn:
-            os.ftruncate(self[name].fileno(), self._torn[name])
-            del self._torn[name]
+        if file in self._torn:
+            os.ftruncate(self[file].fileno(), self._torn[file])
+            del self._torn[file]
 
-    def close(self, name: pathlib.Path) -> None:
-        """Close a file, if it is open."""
-        if name in self:
-            self.pop(name).close()
+    def release(self, file: pathlib.Path) -> None:
+        """Close a file, if it is open; it is opened again when it is needed."""
+        if file in self:
+            self.pop(file).close()
 
-    def commit(self) -> None:
-        """Ask the system to put everything on disk."""
-        for name, file in self.items():
+    def finish(self, file: pathlib.Path) -> None:
+        """Close a file for good."""
+        try:
+            if file in self or file in self._unsynced:
+                self.commit([file])
+        finally:
+            self.release(file)
+            self._runs.pop(file, None)
+
+    def commit(self, files: Iterable[pathlib.Path] | None = None) -> None:
+        """Ask the system to put everything on disk, and make sure that all files, or these, are still there."""
+        files = list(self._runs if files is None else files)
+        lost = [file for file in files if self._is_lost(file)]
+        for file in lost:
+            self.release(file)
+        self._unsynced.difference_update(lost)
+        for file in self._unsynced.intersection(files):
             try:
-                os.fsync(file.fileno())  # a disk that is full or broken may report it only now
+                os.fsync(self._use(file))  # a disk that is full or broken may report it only now
             except OSError as error:
                 if error.errno not in _NO_DISK:
-                    raise _errors.cannot_write(name, error, _WAY_OUT) from error
+                    raise _errors.cannot_write(file, error, WAY_OUT) from error
+            self._unsynced.discard(file)
+        if lost:
+            raise _errors.lost_file(lost[0], [self._runs[file] for file in lost])
+
+    def _is_lost(self, file: pathlib.Path) -> bool:
+        if is_missing(file):
+            return True
+        # Some file systems number files anew when they are looked up, so a link must be missing too.
+        mine = os.fstat(self[file].fileno()) if file in self else None
+        return mine is not None and not mine.st_nlink and not os.path.samestat(mine, os.stat(file))
 
 
 class RunFile:
@@ -117,8 +165,7 @@ class FileLogger(Logger):
     def open(self, run: Run) -> None:
         """Create the file; if the name is taken, 42 becomes 42.1. The config goes to a file next to it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        # `touch` fails if the file exists, so that two processes never write to the same one.
-        create_for(run, self._names, lambda name: (self.path / (name + self.suffix)).touch(exist_ok=False))
+        create_for(run, self._names, lambda name: self.open_files.create(self.path / (name + self.suffix), name))
         run.resource = RunFile(self.path / (run.name + self.suffix))
         if run.config:
             config = json.dumps(strict_json(run.config), indent=2)
@@ -156,9 +203,9 @@ class FileLogger(Logger):
         return file.relative_to(self.path).as_posix()
 
     def commit(self) -> None:
-        """Ask the system to put everything on disk."""
+        """Ask the system to put everything on disk, and make sure that it is there."""
         self.open_files.commit()
 
     def finish(self, run: Run) -> None:
         """Close the file."""
-        self.open_files.close(run.resource.file)
+        self.open_files.finish(run.resource.file)

@@ -7,10 +7,10 @@ import numpy as np
 
 from lox import _errors
 from lox.loggers._batch import Batch
-from lox.loggers._files._plain import folder
+from lox.loggers._files._plain import folder, is_missing
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run
-from lox.store import _catalog, _open
+from lox.store import _catalog, _group, _open
 from lox.store._writer import Writer
 
 _EVERY = 0.1  # seconds that events may wait to be written together
@@ -116,10 +116,19 @@ class SaveLogger(Logger):
             self._pipeline.errors.warn(f"{self._pipeline.name}: {error}")
 
     def commit(self) -> None:
-        """Wait until everything is on the disk."""
+        """Wait until everything is on the disk, and make sure that it is still there."""
         if self._writer is not None:
             self._writer.flush(fsync=True)
             self._refused = False
+            if lost := self._lost_file():
+                raise lost
+
+    def _lost_file(self) -> _errors.StoreError | None:
+        """Return the error if somebody has removed what this logger has written."""
+        assert self._writer is not None
+        files = [self._writer.group / _group.RUNS, *(segment.file for segment in self._writer._open_segments())]
+        lost = list(filter(is_missing, files))
+        return _errors.lost_file(lost[0], self._writer.run_names) if lost and self._writer.run_names else None
 
     def finish(self, run: Run) -> None:
         """End a run; the last one closes the files."""
@@ -128,7 +137,11 @@ class SaveLogger(Logger):
             self._close_writer()
 
     def _close_writer(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
+        if self._writer is not None:
+            lost, writer, self._writer = self._lost_file(), self._writer, None
             _open.unregister(self._pipeline.catch_up)
-            writer.close()
+            try:
+                writer.close()
+            finally:
+                if lost:
+                    raise lost

@@ -96,6 +96,7 @@ class TensorBoardLogger(CurveLogger):
         create_for(run, self._names, lambda name: (self.path / name).mkdir())
         unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
         run.resource = self.path / run.name / f"events.out.tfevents.{unique}"
+        self._open_files.create(run.resource, run.name)
         self._open_files.append(run.resource, _tfevents.header(time.time()))
         if run.config:
             config = json.dumps(strict_json(run.config), indent=2)
@@ -120,13 +121,13 @@ class TensorBoardLogger(CurveLogger):
                     self._open_files.append(run.resource, b"".join(chunk))
 
     def commit(self) -> None:
-        """Ask the system to put everything on disk."""
+        """Ask the system to put everything on disk, and make sure that it is there."""
         self._open_files.commit()
 
     def finish(self, run: Run) -> None:
         """Close the file."""
         super().finish(run)
-        self._open_files.close(run.resource)
+        self._open_files.finish(run.resource)
 
 
 def _encoded(curve: Curve, wall: float) -> list[bytes]:
