@@ -743,6 +743,45 @@ def test_flush_reaches_files_that_are_no_longer_open(tmp_path, monkeypatch):
         assert synced == {file.stat().st_ino for file in tmp_path.iterdir()}
 
 
+MANY_LANES = """
+import resource, sys, jax, jax.numpy as jnp, lox
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+loggers = [getattr(lox.loggers, name)(sys.argv[1] + "/" + name) for name in sys.argv[2:]]
+with lox.MultiLogger(*loggers) as logger:
+    states = jax.vmap(logger.init)(jax.vmap(jax.random.key)(jnp.arange(300)))
+    logger.flush()
+    for n in range(2):
+        jax.vmap(lambda state: logger.log(state, {"a": 1.0, f"b{n}": 2.0}, step=n))(states)
+        logger.flush()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs ulimit")
+def test_more_lanes_than_the_process_may_open_files(tmp_path):
+    kinds = [kind for kind in FILE_LOGGERS if kind != "TensorBoardLogger" or importlib.util.find_spec("tensorboard")]
+    command = [sys.executable, "-c", MANY_LANES, str(tmp_path), *kinds]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    csv_text = "step,a,b0,b1\n0,1.0,2.0,\n1,1.0,,2.0\n"
+    assert {file.name: file.read_text() for file in (tmp_path / "CsvLogger").iterdir()} == {
+        f"{n}.csv": csv_text for n in range(300)
+    }
+    lines = '{"step": 0, "a": 1.0, "b0": 2.0}\n{"step": 1, "a": 1.0, "b1": 2.0}\n'
+    assert {file.name: file.read_text() for file in (tmp_path / "JsonlLogger").iterdir()} == {
+        f"{n}.jsonl": lines for n in range(300)
+    }
+    saved = lox.load(tmp_path / "SaveLogger", jax.vmap(jax.random.key)(jnp.arange(300)))
+    assert saved["a"].tolist() == [[1.0, 1.0]] * 300
+    if "TensorBoardLogger" in kinds:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        for n in range(300):
+            actual = EventAccumulator(str(tmp_path / "TensorBoardLogger" / str(n))).Reload()
+            events = {tag: [(e.step, e.value) for e in actual.Scalars(tag)] for tag in actual.Tags()["scalars"]}
+            assert events == {"a": [(0, 1.0), (1, 1.0)], "b0": [(0, 2.0)], "b1": [(1, 2.0)]}
+
+
 # --- closing one run ---
 
 

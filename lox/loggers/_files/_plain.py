@@ -12,6 +12,11 @@ from typing import IO, Any
 
 import numpy as np
 
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None
+
 from lox import _errors
 from lox._data._bundle import Bundle
 from lox._data._image import png
@@ -56,6 +61,14 @@ def create_for(run: Run, taken: Taken, create: Callable[[str], None]) -> None:
             pass
 
 
+def most_open() -> int:
+    """Return how many files a logger may keep open: a sixteenth of what the process may, because it is not alone."""
+    if resource is None:
+        return _MAX_OPEN
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MAX_OPEN if limit == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN, limit // 16))
+
+
 class OpenFiles(collections.OrderedDict[pathlib.Path, IO[bytes]]):
     """The files of runs. Those used last are kept open: there may be more than the system allows."""
 
@@ -94,7 +107,7 @@ class OpenFiles(collections.OrderedDict[pathlib.Path, IO[bytes]]):
         without_creating = lambda name, flags: os.open(name, flags & ~os.O_CREAT)  # noqa: E731
         opened = self.pop(file, None) or open(file, "ab", buffering=0, opener=without_creating)  # noqa: SIM115
         self[file] = opened
-        while len(self) > _MAX_OPEN:
+        while len(self) > most_open():
             self.popitem(last=False)[1].close()
         return opened.fileno()
 
