@@ -544,6 +544,46 @@ def test_late_keys_of_a_csv_widen_the_table(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3.csv", "3.csv.config.json"]
 
 
+FORMULAS = ["=cmd|' /C calc'!A0", "+1", "-a", "@SUM(A1)", "\tx", "\rx", "\nx", "\uff1d1", "'=quoted", "'quoted'"]
+
+
+@pytest.mark.parametrize("library", ["csv", "pandas", "polars"])
+def test_cells_of_a_csv_are_neither_rows_nor_formulas(tmp_path, library):
+    """Every reader finds the same table, and a spreadsheet takes nothing in it for a formula."""
+    keys = ["a\rb", "a\r\nb", *FORMULAS]
+    with CsvLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0))
+        logger.log(state, {key: n + 0.5 for n, key in enumerate(keys)}, **{"=step": -1})
+        logger.log(state, {"z": complex(0, -2), "x": -1.5, "inf": -np.inf, "late\r": -1})
+    names = ["'=step", "a\rb", "a\r\nb", *["'" + key for key in FORMULAS], "z", "x", "inf", "late\r"]
+    rows = [
+        ["-1", *[str(n + 0.5) for n in range(len(keys))], *[""] * 4],
+        ["", *[""] * len(keys), "-2j", "-1.5", "-inf", "-1"],
+    ]
+    file = tmp_path / "0.csv"
+    if library == "csv":
+        with open(file, newline="", encoding="utf-8") as opened:
+            actual = list(csv.reader(opened))
+    elif library == "pandas":
+        table = pytest.importorskip(library).read_csv(file, dtype=str, keep_default_na=False)
+        actual = [list(table.columns), *table.to_numpy().tolist()]
+    else:
+        table = pytest.importorskip(library).read_csv(file, infer_schema=False)
+        actual = [table.columns, *[[cell or "" for cell in row] for row in table.rows()]]
+    assert actual == [names, *rows]
+    assert [name[1:] if name[0] == "'" else name for name in actual[0][1:]] == [*keys, "z", "x", "inf", "late\r"]
+
+
+def test_late_keys_of_a_csv_with_large_cells(tmp_path):
+    with CsvLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0))
+        logger.log(state, {"xs": np.arange(50_000), 'quote"\nd': 0.5}, step=0)
+        logger.log(state, {"late": 1.0}, step=1)
+    header, first, second = (tmp_path / "0.csv").read_text().replace('"quote""\nd"', "quoted").splitlines()
+    assert (header, second) == ("step,xs,quoted,late", "1,,,1.0")
+    assert first == f'0,"{json.dumps(list(range(50_000)))}",0.5,'
+
+
 def test_numbers_in_jsonl_are_exact_and_valid_json(tmp_path):
     values = {
         "f32": jnp.float32(0.1), "f64": np.float64(0.1), "bf16": jnp.bfloat16(1.5), "nan": np.nan, "inf": -np.inf,

@@ -1,9 +1,10 @@
 """`CsvLogger`: a table per run."""
 
-import csv
-import io
+import itertools
 import json
 import os
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lox._data._bundle import Bundle
@@ -30,6 +31,10 @@ class CsvLogger(FileLogger):
     `lox.Image` the name of a PNG file in `42.media/`. If a key and a step have the same name, the one that comes second
     is called `step [key]` or `step [step]`.
 
+    A spreadsheet would run a key such as `=1+1` as a formula. So a key, or other text, that begins with `=`, `+`, `-`,
+    `@`, a tab, a line break or an apostrophe has an apostrophe in front: `'=1+1`. Numbers stay as they are. To get the
+    key, remove an apostrophe at the beginning of the name.
+
     A new key needs a new column and so a new header: a new file is written next to the old one and replaces it when it
     is complete. Any program can read the table at any time, and a crash leaves either the old file or the new one. This
     costs a copy of the file per set of new keys; with thousands of keys that come one by one, use `JsonlLogger`.
@@ -47,33 +52,70 @@ class CsvLogger(FileLogger):
         table = [{column: _cell(x) for column, x in row.items()} for row in self.rows(run, bundles, split=True)]
         new = list(dict.fromkeys(column for row in table for column in row if column not in run_file.columns))
         if new:
-            self._widen(run, [*run_file.columns, *new])
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([row.get(c, "") for c in run_file.columns] for row in table)
-        self.append(run, text.getvalue())
+            self._widen(run, new)
+        self.append(run, "".join(_row(row.get(c, "") for c in run_file.columns) for row in table))
 
-    def _widen(self, run: Run, columns: list[str]) -> None:
+    def _widen(self, run: Run, new: list[str]) -> None:
         run_file: RunFile = run.resource
         self.open_files.release(run_file.file)
-        wider = run_file.file.with_name(f".{run_file.file.name}.new")
-        options: dict[str, Any] = dict(encoding="utf-8", errors="backslashreplace", newline="")
+        columns, wider = [*run_file.columns, *new], run_file.file.with_name(f".{run_file.file.name}.new")
         try:
-            with open(run_file.file, **options) as old, open(wider, "w", **options) as new:
-                writer = csv.writer(new, lineterminator="\n")
-                writer.writerow(columns)
-                rows_before = csv.reader(old)
-                next(rows_before, None)
-                writer.writerows(row + [""] * (len(columns) - len(row)) for row in rows_before)
-                new.flush()
-                os.fsync(new.fileno())
-            os.replace(wider, run_file.file)
+            with self.open_files.writing(run_file.file):
+                with open(run_file.file, "rb") as old, open(wider, "wb") as table:
+                    table.write(_row(map(_name, columns)).encode(errors="backslashreplace"))
+                    for row in itertools.islice(_rows(old), 1, None):  # all but the old names
+                        table.write(row[:-1] + b"," * len(new) + b"\n")
+                    table.flush()
+                    os.fsync(table.fileno())
+                os.replace(wider, run_file.file)
         except BaseException:
             wider.unlink(missing_ok=True)
             raise
         run_file.columns = columns
 
 
-def _cell(value: Any) -> Any:
+# --- cells, as they are in the file ---
+
+# With one of these in front, a spreadsheet takes text for a formula. The last one tells that one was added.
+_FORMULA = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20'")
+_SPECIAL = re.compile(r'[,"\r\n]')
+
+
+def _name(column: str) -> str:
+    return _quoted(f"'{column}" if column.startswith(_FORMULA) else column)
+
+
+def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return json.dumps(strict_json(value)) if isinstance(value, list | dict) else value
+    if isinstance(value, list | dict):
+        return _quoted(json.dumps(strict_json(value)))
+    # Text is a complex number, or the name of a picture.
+    return str(value) if not isinstance(value, str) or _is_number(value) else _name(value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        complex(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _quoted(text: str) -> str:
+    # By hand, because Python before 3.13 does not quote a carriage return, at which others begin a new row.
+    return '"' + text.replace('"', '""') + '"' if _SPECIAL.search(text) else text
+
+
+def _row(cells: Iterable[str]) -> str:
+    return (",".join(cells) or '""') + "\n"  # a single empty cell must not be an empty line
+
+
+def _rows(table: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the rows of a table, given its lines: a line break inside quotes does not end a row."""
+    row = b""
+    for line in table:
+        row += line
+        if row.count(b'"') % 2 == 0:
+            yield row
+            row = b""

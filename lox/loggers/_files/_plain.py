@@ -1,6 +1,7 @@
 """One plain file per run: what `CsvLogger` and `JsonlLogger` share."""
 
 import collections
+import contextlib
 import errno
 import functools
 import hashlib
@@ -29,7 +30,7 @@ from lox.store.names import Taken
 _MAX_OPEN = 64
 # Errors of `fsync` on what is not on a disk, such as a pipe: there is nothing more to do.
 _NO_DISK = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-WAY_OUT = "These events are not written. Free some space, or make the folder writable, before the next ones."
+_WAY_OUT = "These events are not written. Free some space, or make the folder writable, before the next ones."
 
 
 def folder(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -86,7 +87,7 @@ class OpenFiles(collections.OrderedDict[pathlib.Path, IO[bytes]]):
     def append(self, file: pathlib.Path, data: bytes) -> None:
         """Add to a file, so that others see it at once: everything, or nothing if the system refuses."""
         rest = memoryview(data)
-        try:
+        with self.writing(file):
             descriptor = self._use(file)
             self._mend(file)
             self._unsynced.add(file)
@@ -97,10 +98,16 @@ class OpenFiles(collections.OrderedDict[pathlib.Path, IO[bytes]]):
                 self._torn[file] = os.fstat(descriptor).st_size - (len(data) - len(rest))
                 self._mend(file)
                 raise
+
+    @contextlib.contextmanager
+    def writing(self, file: pathlib.Path) -> Iterator[None]:
+        """Give the errors of the system the name of the file."""
+        try:
+            yield
         except FileNotFoundError as error:
             raise _errors.lost_file(file, [self._runs[file]]) from error
         except OSError as error:
-            raise _errors.cannot_write(file, error, WAY_OUT) from error
+            raise _errors.cannot_write(file, error, _WAY_OUT) from error
 
     def _use(self, file: pathlib.Path) -> int:
         """Open a file, unless it is open. One that was removed is not made again: it would lack its beginning."""
@@ -139,11 +146,12 @@ class OpenFiles(collections.OrderedDict[pathlib.Path, IO[bytes]]):
             self.release(file)
         self._unsynced.difference_update(lost)
         for file in self._unsynced.intersection(files):
-            try:
-                os.fsync(self._use(file))  # a disk that is full or broken may report it only now
-            except OSError as error:
-                if error.errno not in _NO_DISK:
-                    raise _errors.cannot_write(file, error, WAY_OUT) from error
+            with self.writing(file):
+                try:
+                    os.fsync(self._use(file))  # a disk that is full or broken may report it only now
+                except OSError as error:
+                    if error.errno not in _NO_DISK:
+                        raise
             self._unsynced.discard(file)
         if lost:
             raise _errors.lost_file(lost[0], [self._runs[file] for file in lost])
