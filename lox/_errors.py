@@ -69,7 +69,7 @@ class NonFiniteError(LoxError, FloatingPointError):
             what = f"has {' and '.join(parts)} of {wide.size} values, the first at {first}"
         else:
             what = "is NaN" if nan else f"is {self.value}"
-        steps = "".join(f" at {name}={step}" for name, step in self.steps.items())
+        steps = "".join(f" at {printable(name)}={step}" for name, step in self.steps.items())
         lane = self.lane[0] if len(self.lane) == 1 else self.lane
         lanes = f" in lane {lane}" if self.lane else ""
         return f"{self.key!r}{self.path} {what}{steps}{lanes}.\n  logged at {self.site}"
@@ -107,6 +107,11 @@ def listing(names: Iterable[str]) -> str:
     if len(quoted) < 2:
         return "".join(quoted) or "none"
     return f"{', '.join(quoted[:-1])} and {quoted[-1]}"
+
+
+def printable(text: str) -> str:
+    """Replace characters that would act on a terminal, or that it cannot show."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

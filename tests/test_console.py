@@ -135,6 +135,28 @@ def test_hostile_keys_do_not_break_the_picture():
     assert "\n" not in _render.line(made.view(now=1.0)) and "\x1b" not in _render.line(made.view(now=1.0))
 
 
+HOSTILE = "\x1b]0;owned\x07st\nep\x1b[31m\u202e\ud800"  # sets the title, the colour, the direction of writing
+SHOWN = "�]0;owned�st�ep�[31m��"
+
+
+def test_no_name_acts_on_a_terminal_or_pipe(clock):
+    """Keys, steps, totals and the names of bars, as a line and as a picture."""
+    run = types.SimpleNamespace(id=0, name=HOSTILE)
+    made = Board({HOSTILE: 10}, now=0.0)
+    made.add_run(run)
+    made.update([run], [bundle({HOSTILE: np.ones((1, 1))}, {HOSTILE: np.zeros((1, 1))})], now=1.0)
+    line = _render.line(made.view(now=1.0))
+    assert line == f"0:01 run {SHOWN} | {SHOWN} 0/10 (10%, eta 0:09) | {SHOWN} 1"
+    shown = text(_render.table(made.view(now=1.0), 80), 80)
+    assert SHOWN[:10] in shown and shown.replace("\n", "").isprintable()
+    for total in (None, 10):
+        out = io.StringIO()
+        bar = lox.progress(total, name=HOSTILE, every=0.0, console=Console(file=out))
+        bar.while_loop(lambda x: x < 10, lambda x: x + 1, 0)
+        jax.effects_barrier()
+        assert out.getvalue().startswith(f"{SHOWN} ") and out.getvalue().replace("\n", "").isprintable()
+
+
 def test_only_valid_events_count():
     made = Board({"step": 10}, now=0.0)
     runs = [Run(n, np.array([0, n], np.uint32), {}) for n in range(2)]

@@ -1,3 +1,4 @@
+import io
 import subprocess
 import sys
 from typing import NamedTuple
@@ -797,6 +798,29 @@ def test_the_console_shows_steps_of_lanes(capsys):
 
     jax.vmap(f)(jnp.arange(2), jnp.array([7, 8]))
     assert capsys.readouterr().out == ("{'x': [0, 1]} step=[7, 8] shared=5\n{'x': [-, 1]} step=[-, 8] shared=5\n")
+
+
+def test_no_name_that_is_printed_acts_on_the_terminal(capsys):
+    """Neither in what the default sink and `tap` print, nor in the message of `watch`."""
+    hostile, shown = "\x1b[31m\r\ud800step", "�[31m��step"
+
+    def f(x):
+        lox.log({"\x1b[31mx\ud800": x}, **{hostile: 1})
+        return x
+
+    f(1.0)
+    lox.tap(f)(1.0)
+    assert capsys.readouterr().out == 2 * f"{{'\\x1b[31mx\\ud800': 1.0}} {shown}=1\n"
+    with pytest.raises(lox.NonFiniteError) as info:
+        lox.watch(f)(jnp.nan)
+    assert str(info.value).startswith(f"'\\x1b[31mx\\ud800' is NaN at {shown}=1.\n")
+
+
+def test_an_output_that_cannot_encode_a_key(monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", write_through=True))
+    lox.log({"ü": 1}, ß=2)
+    assert out.getvalue() == b"{'\\xfc': 1} \\xdf=2\n"
 
 
 def test_buffered_events_are_printed_with_the_steps_of_each_key(capsys):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from lox import _compat
+from lox import _compat, _errors
 from lox._data import _arrays
 from lox._data._histogram import Histogram
 from lox._data._image import Image
@@ -33,7 +33,7 @@ def with_steps(logs: "logdict") -> str:
         texts = {key: _step(steps[key], logs.valid.get(key)) for key in logs if key in steps}
         common = set(texts.values()) if len(texts) == len(logs) else set()
         by_key = "{" + ", ".join(f"{key!r}: {text}" for key, text in texts.items()) + "}"
-        parts.append(f"{name}={common.pop() if len(common) == 1 else by_key}")
+        parts.append(f"{_errors.printable(name)}={common.pop() if len(common) == 1 else by_key}")
     return " ".join(parts)
 
 

@@ -1,6 +1,7 @@
 """The default sink, which takes the events that no transformation has claimed."""
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -64,4 +65,6 @@ def deliver(packet: Packet, token: int = 0) -> None:
 
 def show(logs: logdict) -> None:
     """Print one event: `{'loss': 0.5} step=3`."""
-    print(_format.with_steps(logs))
+    # Keys may have letters that the output cannot encode, which is no reason to end the program.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(_format.with_steps(logs).encode(encoding, "backslashreplace").decode(encoding))

@@ -50,12 +50,12 @@ class _Bar:
 
     def line(self) -> str:
         """Return a line for a file or a pipe."""
-        count = _render.number(self.done, True)
+        name, count = _errors.printable(self.owner.name), _render.number(self.done, True)
         if self.total is None:
-            return f"{self.owner.name} {count}, {_render.duration(self.elapsed)}"
+            return f"{name} {count}, {_render.duration(self.elapsed)}"
         share = f"{self.done / self.total:.0%}" if self.total else "100%"
         left = _render.remaining(self.done, self.total, self.elapsed)
-        return f"{self.owner.name} {share}, {count}/{_render.number(self.total, True)}, {left}"
+        return f"{name} {share}, {count}/{_render.number(self.total, True)}, {left}"
 
 
 class progress:

@@ -8,6 +8,7 @@ import itertools
 import math
 from typing import Any
 
+from lox import _errors
 from lox.loggers._console._board import BoardView, KeyView
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -72,7 +73,7 @@ def title(view: BoardView) -> str:
 
 
 def _short(name: str, width: int = 40) -> str:
-    name = "".join(c if c.isprintable() else "�" for c in name)
+    name = _errors.printable(name)
     return name if len(name) <= width else name[: width // 2] + "…" + name[-(width // 2 - 1) :]
 
 
@@ -89,7 +90,7 @@ def line(view: BoardView, many: int = 8) -> str:
     parts = [f"{duration(view.elapsed)} {title(view)}"]
     progress = {name: (done, total) for name, done, total in view.progress}
     for name, value in view.steps:
-        text = f"{name} {number(value, True)}"
+        text = f"{_short(name)} {number(value, True)}"
         if name in progress:
             done, total = progress[name]
             text += f"/{number(total, True)} ({done / total:.0%}, {remaining(done, total, view.elapsed)})"
