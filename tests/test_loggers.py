@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import errno
 import importlib.util
 import io
@@ -15,6 +16,7 @@ import textwrap
 import threading
 import time
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +102,55 @@ def test_old_style_keys_and_wrong_ones():
         with pytest.raises(TypeError, match="`config` is 'adam'; it must be a dict of hyper-parameters"):
             logger.init(jax.random.key(0), "adam")
     assert [run.name for run in logger.runs] == ["3", "4"]
+
+
+@dataclasses.dataclass
+class Settings:
+    parent: Any = None
+
+
+def recursive_configs():
+    config = {"lr": 0.1, "model": {"layers": [1]}}
+    config["model"]["layers"].append(config["model"])
+    yield config, r"`config\['model'\]\['layers'\]\[1\]` is `config\['model'\]` again"
+    config = {}
+    config["a"] = config
+    yield config, r"`config\['a'\]` is `config` again"
+    config = deep = {}
+    for _ in range(200):
+        deep["in"] = deep = {}
+    yield config, r"`config(\['in'\]){101}` is more than 100 levels deep"
+
+
+def begins_with_a_config(tmp_path):
+    yield lambda config: Recorder().init(jax.random.key(0), config)
+    yield lambda config: jax.jit(lambda prng_key: Recorder().init(prng_key, config))(jax.random.key(0))
+    yield lambda config: lox.save({"x": 1}, tmp_path, config=config)
+    yield lambda config: jax.jit(lambda x: lox.save({"x": x}, tmp_path, config=config))(1)
+    if importlib.util.find_spec("wandb"):
+        yield lambda config: lox.loggers.WandbLogger(config=config)
+        yield lambda config: importlib.import_module("lox.wandb").init(jax.random.key(0), config=config)
+
+
+def test_a_config_that_contains_itself(tmp_path):
+    """An error before JAX sees it, which would not only fail, but leave Python with no room for another call."""
+    shared = [1, 2]
+    for begin in begins_with_a_config(tmp_path):
+        for config, message in recursive_configs():
+            with pytest.raises(lox.LogTypeError, match=f"^{message}.* Leave it out"):
+                begin(config)
+    with Recorder() as logger:
+        logger.init(jax.random.key(0), {"a": shared, "b": shared})  # twice, but not inside itself
+    assert logger.runs[0].config == {"a": [1, 2], "b": [1, 2]}
+    settings = Settings()
+    settings.parent = (settings,)
+    with JsonlLogger(tmp_path / "text") as logger:
+        logger.init(jax.random.key(0), {"s": settings})  # is written as text
+    assert json.loads((tmp_path / "text" / "0.jsonl.config.json").read_text()) == {"s": "Settings(parent=(...,))"}
+    message = r"`config\['s'\].parent\[0\]` is `config\['s'\]` again: what contains itself cannot be written"
+    for begin in (lox.SaveLogger(tmp_path).init, lambda key, config: lox.save({}, tmp_path, key, config=config)):
+        with pytest.raises(lox.LogTypeError, match=message):
+            begin(jax.random.key(0), {"s": settings})
 
 
 def test_wrong_states():

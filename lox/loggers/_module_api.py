@@ -12,7 +12,7 @@ from lox import _compat, _errors
 from lox._engine._emit import END
 from lox.loggers._logger import Logger, send
 from lox.loggers._pipeline import Pipeline
-from lox.loggers._run import LoggerState, Run
+from lox.loggers._run import LoggerState, Run, check_config
 
 CONFIG, OPTIONS = "config", "options"
 
@@ -81,8 +81,7 @@ class SingleRuns:
 
     def init(self, key: Any, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> LoggerState:
         """Begin a run."""
-        if config is not None and not isinstance(config, Mapping):
-            raise _errors.LogTypeError(f"`config` is {config!r}; it must be a dict of hyper-parameters.")
+        check_config(config)
         boxed = {name: Box(value) for name, value in options.items()}
         return self.logger().init(key, config={CONFIG: dict(config or {}), OPTIONS: boxed})
 

@@ -1,6 +1,7 @@
 """Runs: a few numbers on the device, an object on the host."""
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -69,6 +70,41 @@ def prng_key_words(prng_key: Any) -> tuple[Any, str | None]:
     return words, impl
 
 
+_DEEPEST = 100  # levels of a config; beyond some more, neither JAX nor JSON can handle them
+
+
+def check_config(config: Any) -> None:
+    """Raise an error if this is not the config of a run."""
+    if config is not None and not isinstance(config, Mapping):
+        raise _errors.LogTypeError(f"`config` is {config!r}; it must be a dict of hyper-parameters.")
+    check_nesting(config)
+
+
+def check_nesting(
+    value: Any, place: str = "config", outer: Mapping[int, str] = types.MappingProxyType({}), fields: bool = False
+) -> None:
+    """Raise an error if a config contains itself. It must not get to JAX, after whose attempt Python is unusable.
+
+    With `fields`, those of dataclasses count too, because they will be written; otherwise their text is.
+    """
+    if id(value) in outer:
+        raise _errors.LogTypeError(
+            f"`{place}` is `{outer[id(value)]}` again: what contains itself cannot be written. Leave it out."
+        )
+    if len(outer) > _DEEPEST:
+        raise _errors.LogTypeError(f"`{place}` is more than {_DEEPEST} levels deep in the config. Leave it out.")
+    if isinstance(value, Mapping):
+        inside = [(f"{place}[{name!r}]", x) for name, x in value.items()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        inside = [(f"{place}[{n}]", x) for n, x in enumerate(value)]
+    elif fields and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [(f"{place}.{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    else:
+        return
+    for where, x in inside:
+        check_nesting(x, where, {**outer, id(value): place}, fields)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConfigTree:
     """Puts a config together again: its arrays travel through the program, the rest stays in Python."""
@@ -79,8 +115,7 @@ class ConfigTree:
     @classmethod
     def of(cls, config: Any) -> tuple["ConfigTree", list[Any]]:
         """Return the tree, and the arrays."""
-        if config is not None and not isinstance(config, Mapping):
-            raise _errors.LogTypeError(f"`config` is {config!r}; it must be a dict of hyper-parameters.")
+        check_config(config)
         # Here None is a value ("no clipping"), not an empty tree.
         try:
             leaves, treedef = jax.tree.flatten(config or {}, is_leaf=lambda x: x is None)

@@ -13,7 +13,7 @@ from lox._data._logdict import logdict
 from lox._engine import _emit
 from lox._engine._emit import Packet
 from lox._engine._primitive import as_array
-from lox.loggers._run import ConfigTree
+from lox.loggers._run import ConfigTree, check_nesting
 from lox.store._catalog import check_mode
 from lox.store._prng_keys import KeyData, impl_name, is_prng_key, words_of
 from lox.store._writer import Writer
@@ -53,6 +53,7 @@ def save(
         RunExistsError: The run exists and `mode` is `"error"`.
     """
     mode = check_mode(mode)
+    check_nesting(config, fields=True)
     logs = logs if isinstance(logs, logdict) else logdict(logs)
     if not _compat.is_evaluating():
         return _save_in_program(logs, path, key, mode, config)

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lox import _errors
 from lox._data._bundle import Bundle
 from lox._data._histogram import Histogram, few_bins
 from lox._data._image import Image
 from lox.loggers._batch import Batch
 from lox.loggers._files._rows import plain, strict_json
 from lox.loggers._logger import Logger
-from lox.loggers._run import Run
+from lox.loggers._run import Run, check_config
 from lox.loggers._trackers import _bands, _clients
 from lox.loggers._trackers._clients import pillow
 from lox.loggers._trackers._series import MOST_ELEMENTS, Series, Splitter, missing_steps, raise_problems
@@ -141,8 +140,7 @@ class WandbLogger(Logger):
         **kwargs: Any,
     ):
         client(self._pipeline.name)  # now, and not in the first callback
-        if not isinstance(kwargs.get("config") or {}, Mapping):
-            raise _errors.LogTypeError(f"`config` is {kwargs['config']!r}; it must be a dict of hyper-parameters.")
+        check_config(kwargs.get("config"))
         self.aggregate = aggregate
         self._kwargs = kwargs
         self._splitter = Splitter(self._pipeline.name, arrays, max_elements, _RESERVED)
