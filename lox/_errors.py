@@ -114,6 +114,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def encodable(text: str) -> str:
+    """Replace half characters (lone surrogates) by their codes: files, clients and notebooks cannot encode them."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Ask ` Did you mean 'x'?` if one of the names is close to the given one; else return an empty string."""
     names = list(names)

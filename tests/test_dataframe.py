@@ -261,6 +261,22 @@ def test_html_of_odd_pictures_and_histograms():
     assert _html.bars([0.0], [0.0, 1.0]) == ""
 
 
+def test_names_that_are_not_unicode():
+    """A notebook shows the code of half a character, and pandas, which cannot hold it, is not asked to."""
+    logs = lox.spool(lambda: lox.log({"a\ud800": 1, "b": {"\udfff": 2.0}}, step=0))()[1]
+    rows = Reader(logs._repr_html_().encode().decode()).rows
+    assert [row[0] for row in rows[1:]] == [r"a\ud800", r"b['\udfff']"]
+    pytest.importorskip("pandas")
+    for form in ("long", "wide"):
+        with pytest.raises(
+            lox.LogTypeError, match=r"`to_dataframe` cannot name a column 'a\\ud800': .* half a character"
+        ):
+            logs.to_dataframe(form)
+        with pytest.raises(lox.LogTypeError, match=r"`to_dataframe` cannot name a column '\\udfff'"):
+            lox.spool(lambda: lox.log({"a": 1}, **{"\udfff": 2}))()[1].to_dataframe(form)
+    assert len(logs.filter(["b"]).to_dataframe()) == 1
+
+
 def test_bars_have_the_shape_of_the_values_whatever_the_bins():
     text = _html.bars([1.0, 1.0, 2.0], [0.0, 1.0, 2.0, 4.0])  # as many in every unit
     assert {float(h) for h in re.findall(r" height='([0-9.]*)' fill", text)} == {26.0}

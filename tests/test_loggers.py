@@ -595,6 +595,28 @@ def test_late_keys_of_a_csv_widen_the_table(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3.csv", "3.csv.config.json"]
 
 
+HALF = "half \ud800"  # a character, which no file and no client can encode
+LOOKS_LIKE_IT = "half \\ud800"
+
+
+@pytest.mark.parametrize("kind", [CsvLogger, JsonlLogger])
+def test_names_that_are_not_unicode_are_shown_by_their_code(kind, tmp_path):
+    """All readers agree on that, and it is never the name of another key."""
+    with kind(tmp_path) as logger:
+        state = logger.init(jax.random.key(0), {HALF: HALF, LOOKS_LIKE_IT: {HALF: 1, LOOKS_LIKE_IT: 2}})
+        logger.log(state, {HALF: 1, LOOKS_LIKE_IT: 2, "t": {HALF: 3, LOOKS_LIKE_IT: 4}}, **{HALF: 5})
+    config = json.loads((tmp_path / f"0{logger.suffix}.config.json").read_text())
+    inside = {r"'half \ud800'": 1, r"'half \\ud800'": 2}
+    assert config == {r"'half \ud800'": LOOKS_LIKE_IT, r"'half \\ud800'": inside}
+    names = [LOOKS_LIKE_IT, LOOKS_LIKE_IT + " [key]", LOOKS_LIKE_IT + " [key] [key]"]
+    text = (tmp_path / f"0{logger.suffix}").read_text()
+    if kind is JsonlLogger:
+        leaves = {r"'half \ud800'": 3, r"'half \\ud800'": 4}
+        assert json.loads(text) == dict(zip(names, [5, 1, 2], strict=True)) | {"t": leaves}
+    else:
+        assert text == ",".join([*names, r"t['half \\ud800']", r"t['half \ud800']"]) + "\n5,1,2,4,3\n"
+
+
 FORMULAS = ["=cmd|' /C calc'!A0", "+1", "-a", "@SUM(A1)", "\tx", "\rx", "\nx", "\uff1d1", "'=quoted", "'quoted'"]
 
 

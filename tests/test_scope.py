@@ -154,6 +154,11 @@ def test_a_scope_is_a_decorator_and_wants_a_string() -> None:
         pass
 
 
+def test_a_scope_that_is_not_unicode() -> None:
+    with pytest.raises(lox.LogTypeError, match=r"`lox.scope` got 'a\\ud800': .* half a character"):
+        lox.scope("a\ud800")
+
+
 def test_logify_in_a_scope() -> None:
     def f(x: Any) -> Any:
         with lox.scope("a"):

@@ -214,6 +214,20 @@ def test_names_that_look_alike_stay_apart(tmp_path):
 
 
 @needs_tensorboard
+def test_names_that_are_not_unicode_stay_apart(tmp_path):
+    with TensorBoardLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0), {"half \ud800": "\ud800"})
+        logger.log(state, {"half \ud800": 1.0, r"half \ud800": 2.0}, step=0)
+        logger.log_text(state, "text \ud800", "\ud800")
+    actual = read(tmp_path / "0")
+    assert {tag: scalars(actual, tag) for tag in actual.Tags()["scalars"]} == {
+        r"half \ud800": [(0, 1.0)],
+        r"half \ud800 [key]": [(0, 2.0)],
+    }
+    assert actual.Tags()["tensors"] == ["config", r"text \ud800"]
+
+
+@needs_tensorboard
 def test_one_name_for_one_kind_of_thing(tmp_path):
     """In TensorBoard, a tag belongs to scalars, or histograms, or images, or texts."""
     with TensorBoardLogger(tmp_path) as logger:

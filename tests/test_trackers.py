@@ -104,6 +104,17 @@ def test_strange_names(make, read, tmp_path):
     assert actual == {name: [({"step": number}, number)] for number, name in enumerate(STRANGE)}
 
 
+@trackers
+def test_text_that_is_not_unicode(make, read, tmp_path):
+    """In a config, and in the names of what is stored in files; nothing else of the run is lost."""
+    with make(tmp_path) as logger:
+        state = logger.init(PRNG_KEY, {"half \ud800": "\ud800", "in": {"\ud800": ["\ud800"]}})
+        media = {"h \ud800": lox.Histogram(np.arange(3.0)), "i \ud800": lox.Image(np.zeros((2, 2)))}
+        logger.log(state, {**media, "ok": 1.0}, step=0)
+    actual = {logger.key_of(name): events for name, events in read(logger)["7"].items()}
+    assert actual["ok"] == [({"step": 0}, 1.0)]
+
+
 # --- values and steps ---
 
 

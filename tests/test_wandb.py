@@ -164,6 +164,19 @@ def test_values(tmp_path, offline):
     assert (row["pair/0"], row["pair/1"], row["tree/a"]) == (1, 2, 1.5)
 
 
+def test_names_that_are_not_unicode(tmp_path, offline):
+    half, looks_like_it = "half \ud800", "half \\ud800"
+    with WandbLogger(**offline) as logger:
+        state = logger.init(PRNG_KEYS[0], {half: half})
+        logger.log(state, {half: 1.0, looks_like_it: 2.0, "ok": 3.0}, **{"step \ud800": 0})
+        logger.log(state, {"h \ud800": lox.Histogram(np.arange(3.0)), "i \ud800": lox.Image(np.zeros((2, 2)))})
+    file = wandb_file.read_all(tmp_path)["7"]
+    assert file.config == {looks_like_it: looks_like_it}
+    first = {looks_like_it: 1.0, looks_like_it + " [key]": 2.0, "ok": 3.0, r"step \ud800": 0}
+    assert [{name: x for name, x in row.items() if name in first} for row in file.rows[:1]] == [first]
+    assert {r"h \ud800", r"i \ud800"} <= file.rows[-1].keys()
+
+
 def test_large_arrays_become_histograms_only_when_asked(tmp_path, offline):
     logger = WandbLogger(**offline)
     state = logger.init(jax.random.key(0))

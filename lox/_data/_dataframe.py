@@ -112,6 +112,12 @@ def to_dataframe(logs: "logdict", form: str = "long") -> Any:
         raise ImportError("`to_dataframe` needs pandas: pip install pandas") from error
 
     all_columns = list(columns(logs))
+    for name in [name for column in all_columns for name in (column.name, *column.steps)]:
+        if name != _errors.encodable(name):
+            raise _errors.LogTypeError(
+                f"`to_dataframe` cannot name a column {name!r}: pandas does not take half a character. "
+                "Log it under another name, or leave it out: `logs.filter(...)`."
+            )
     lanes = sorted({name for column in all_columns for name in column.lanes})
     steps = list(dict.fromkeys(name for column in all_columns for name in column.steps))
     frames = [_long(pd, column) for column in all_columns]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from lox import _compat
+from lox import _compat, _errors
 from lox._data import _dataframe
 from lox._data._histogram import Histogram, few_bins
 from lox._data._image import Image, png
@@ -38,7 +38,7 @@ def to_html(logs: "logdict") -> str:
     more = f"<caption style='caption-side:bottom'>and {len(columns) - _ROWS} more</caption>"
     names = ("key", "events", "type", "last", "range", "")
     header = "".join(f"<th style='{_CELL.format('left')};opacity:.6'>{name}</th>" for name in names)
-    return (
+    return _errors.encodable(
         "<table style='border-collapse:collapse;font-size:90%;border:none'>"
         + (more if len(columns) > _ROWS else "")
         + f"<thead><tr>{header}</tr></thead>"

@@ -37,4 +37,6 @@ def scope(name: str) -> AbstractContextManager[Any]:
     """
     if not isinstance(name, str):
         raise _errors.LogTypeError(f"`lox.scope` got {name!r}: it must be a string.")
+    if name != _errors.encodable(name):
+        raise _errors.LogTypeError(f"`lox.scope` got {name!r}: the compiler of JAX does not take half a character.")
     return jax.named_scope(_compat.SCOPE + name)

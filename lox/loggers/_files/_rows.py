@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lox import _errors
 from lox._data._bundle import Bundle
 from lox._data._histogram import Histogram
 from lox._data._image import Image
@@ -132,22 +133,27 @@ def _number(value: Any) -> Any:
 
 
 def strict_json(value: Any) -> Any:
-    """Replace what JSON lacks: NaN and infinities become strings that parsers of floats know."""
+    """Replace what JSON lacks: NaN and infinities become strings that parsers of floats know, half characters codes."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {str(k): strict_json(v) for k, v in value.items()}
+        names = [_errors.encodable(str(k)) for k in value]
+        if len({*names}) < len(names):
+            names = list(map(ascii, value))  # which are never the same
+        return dict(zip(names, map(strict_json, value.values()), strict=True))
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return strict_json(value._asdict())  # type: ignore[attr-defined]
     if isinstance(value, list | tuple):
         return [strict_json(v) for v in value]
     if isinstance(value, np.ndarray | np.generic):
         return strict_json(plain(np.asarray(value)))
-    if value is None or isinstance(value, str | int | float):
+    if isinstance(value, str):
+        return _errors.encodable(value)
+    if value is None or isinstance(value, int | float):
         return value
     leaves = jax.tree_util.tree_leaves_with_path(value)
     if len(leaves) == 1 and not leaves[0][0]:
-        return repr(value)
+        return _errors.encodable(repr(value))
     return {jax.tree_util.keystr(tree_path): strict_json(leaf) for tree_path, leaf in leaves}
 
 
@@ -163,8 +169,8 @@ class Labels:
         label = self._labels.get((kind, name))
         if label is None:
             label = name
-            while label in self._taken:
+            while _errors.encodable(label) in self._taken:  # what two names have in common in a file
                 label = f"{label} [{kind}]"
             self._labels[kind, name] = label
-            self._taken.add(label)
+            self._taken.add(_errors.encodable(label))
         return label

@@ -12,6 +12,7 @@ _CODE = re.compile(f"_{_INSIDE}_")
 MARK = "_x_"  # the code of nothing, which makes another name for the same key
 INFINITE = "_xinf_"
 NONFINITE = "_xnonfinite_"
+SURROGATES = "\ud800-\udfff"  # half characters, which clients drop or refuse
 
 
 def escape(name: str, bad: str = "", mark: bool = False) -> str:

@@ -213,7 +213,7 @@ def _params(config: Mapping[str, Any]) -> dict[str, str]:
         name = metric_name(".".join(scope))
         while name in params:  # {"a.b": 1, "a": {"b": 2}}
             name += MARK
-        text = value if isinstance(value, str) else json.dumps(strict_json(value))
+        text = _errors.encodable(value) if isinstance(value, str) else json.dumps(strict_json(value))
         if len(text) > _VALUE or len(name) > _NAME:
             raise _errors.LogTypeError(
                 f"`init` got config {'.'.join(scope)!r} with {len(text)} characters: MLflow's parameters have at most "

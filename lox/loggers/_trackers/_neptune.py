@@ -14,7 +14,7 @@ from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Run
 from lox.loggers._trackers._clients import client, flat
 from lox.loggers._trackers._curves import Curve, CurveLogger, json_lines
-from lox.loggers._trackers._escape import MARK, NONFINITE, escape, unescape
+from lox.loggers._trackers._escape import MARK, NONFINITE, SURROGATES, escape, unescape
 from lox.loggers._trackers._series import MOST_ELEMENTS, raise_problems
 from lox.store.names import Taken
 
@@ -108,7 +108,7 @@ class NeptuneLogger(CurveLogger):
         if isinstance(curve.value, np.ndarray):
             return [curve]
         client, fields = run.resource.client, run.resource.fields
-        if len(curve.name.encode()) > _LONGEST_NAME:
+        if len(escape(curve.name, SURROGATES).encode()) > _LONGEST_NAME:
             raise _errors.LogTypeError(
                 f"{self._pipeline.name} did not write {curve.name!r}: Neptune stores it in files, whose names have at "
                 f"most {_LONGEST_NAME} bytes. Give it a shorter key."
@@ -165,10 +165,11 @@ class _Fields:
         return self._fields[kind, name]
 
     def _new(self, name: str) -> str:
-        bad = "" if name and all(name.split("/")) else "/"
+        bad = SURROGATES if name and all(name.split("/")) else "/" + SURROGATES
         field = escape(name, bad)
         if field.split("/")[0] in _RESERVED or self._taken & set(_namespaces(field)):
-            bad, field = "/", escape(name, "/")
+            bad = "/" + SURROGATES
+            field = escape(name, bad)
         mark = 0
         while field in self._taken or field in self._namespaces:
             mark += 1
@@ -185,7 +186,9 @@ def _namespaces(field: str) -> list[str]:
 
 def _plain(value: Any) -> Any:
     """Convert a value that a field cannot hold to text."""
-    if isinstance(value, bool | str) or (isinstance(value, int) and abs(value) <= _LARGEST_INT):
+    if isinstance(value, str):
+        return _errors.encodable(value)
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) <= _LARGEST_INT):
         return value
     if isinstance(value, float) and np.isfinite(value):
         return value

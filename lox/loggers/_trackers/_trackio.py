@@ -12,13 +12,12 @@ from lox.loggers._files._rows import strict_json
 from lox.loggers._run import Run
 from lox.loggers._trackers._clients import client, pillow
 from lox.loggers._trackers._curves import Curve, CurveLogger
-from lox.loggers._trackers._escape import escape, unescape
+from lox.loggers._trackers._escape import SURROGATES, escape, unescape
 from lox.loggers._trackers._series import MOST_ELEMENTS
 from lox.store.names import Taken
 
 # Trackio's own columns.
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
-_BAD = "\ud800-\udfff"  # lone surrogates, which Trackio would drop
 _BINS = 512  # as many as Trackio itself makes
 
 
@@ -142,5 +141,5 @@ class TrackioLogger(CurveLogger):
 def row_name(key: str) -> str:
     """Return Trackio's name of a key."""
     if key.startswith("__"):
-        return "_x5f_" + escape(key[1:], _BAD)
-    return escape(key, _BAD, mark=key in _RESERVED)
+        return "_x5f_" + escape(key[1:], SURROGATES)
+    return escape(key, SURROGATES, mark=key in _RESERVED)

@@ -6,6 +6,7 @@ with them, and a row's own step is the user's as long as that keeps all rows apa
 """
 
 import collections
+import dataclasses
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from lox import _errors
 from lox._data._bundle import Bundle
 from lox._data._histogram import Histogram, few_bins
 from lox._data._image import Image
@@ -201,7 +203,8 @@ class WandbLogger(Logger):
 
     def _write_rows(self, rows: _Rows, series: list[Series], problems: list[Exception]) -> None:
         names = dict.fromkeys(name for one in series for name in one.steps)
-        rows.write(_together(series), {name: self._splitter.step_name(name) for name in names})
+        series = [dataclasses.replace(one, name=_errors.encodable(one.name)) for one in series]
+        rows.write(_together(series), {name: _errors.encodable(self._splitter.step_name(name)) for name in names})
         raise_problems(problems)
 
     def commit(self) -> None:
