@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -700,6 +701,61 @@ def test_modes_as_files_have_them(tmp_path):
     same(lox.load(tmp_path), {"x": np.asarray([5])})
     with pytest.raises(lox.OptionError, match="`mode` is 'r'; choose one of 'new', 'append', 'overwrite' and 'error'"):
         lox.save({"x": 4}, tmp_path, prng_key, mode="r")
+
+
+PRNG_KEYS = jax.vmap(jax.random.key)(jnp.array([3, 4, 5]))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("make", [dict, lox.logdict])
+@pytest.mark.parametrize("raw", [False, True])
+def test_plain_arrays_are_split_over_an_array_of_prng_keys(tmp_path, wrap, make, raw):
+    x, y = np.arange(3, dtype=np.float32), np.arange(6, dtype=np.int32).reshape(3, 2)
+    histogram = jax.vmap(lambda x: lox.Histogram(x, 4, (0, 6)))(jnp.asarray(y, jnp.float32))
+
+    @wrap
+    def save(prng_keys, x):
+        values = {"x": x, "tree": {"y": y, "same": 7.0}, "h": histogram, "key": PRNG_KEYS}
+        lox.save(make(values), tmp_path, jax.random.key_data(prng_keys) if raw else prng_keys)
+
+    save(PRNG_KEYS, x)
+    jax.effects_barrier()
+    assert [run.name for run in lox.runs(tmp_path)] == ["3", "4", "5"]
+    for n, prng_key in enumerate(PRNG_KEYS):
+        logs = lox.load(tmp_path, prng_key)
+        same(logs["x"], x[n : n + 1])
+        assert logs["tree"]["y"].tolist() == y[n : n + 1].tolist() and logs["tree"]["same"].tolist() == [7.0]
+        same(logs["h"].counts, np.asarray(histogram.counts)[n : n + 1])
+        assert (logs["key"] == PRNG_KEYS[n : n + 1]).all()
+
+
+def test_plain_arrays_for_a_grid_of_prng_keys(tmp_path):
+    prng_keys = jax.vmap(jax.vmap(jax.random.key))(jnp.arange(6).reshape(2, 3))
+    lox.save({"x": np.arange(12).reshape(2, 3, 2)}, tmp_path, prng_keys)
+    same(lox.load(tmp_path, jax.random.key(4)), {"x": np.asarray([[8, 9]])})
+
+
+def test_plain_arrays_that_do_not_fit_the_prng_keys(tmp_path):
+    message = r"`lox.save` got PRNG keys of shape \(3,\), but 'x' has the shape {}: .*for each: `jax.vmap"
+    for wrap in (lambda f: f, jax.jit):
+        for shape in ((5,), (2, 3)):
+            with pytest.raises(lox.MismatchError, match=message.format(re.escape(str(shape)))):
+                wrap(lambda x: lox.save({"x": x}, tmp_path, PRNG_KEYS))(np.zeros(shape))
+    logs = lox.logdict({"x": np.zeros((3, 5))}, steps={"step": {"x": np.arange(5)}})
+    with pytest.raises(lox.MismatchError, match=r"'x' has events.*`lox.logdict.from_arrays\(..., lanes=1\)`"):
+        lox.save(logs, tmp_path, PRNG_KEYS)
+    assert not list(tmp_path.iterdir())
+    lox.save({"x": np.zeros(5)}, tmp_path, PRNG_KEYS[0])  # one event
+    same(lox.load(tmp_path), {"x": np.zeros((1, 5))})
+
+
+def test_logs_that_do_not_depend_on_the_lane_are_in_every_run(tmp_path):
+    def f(x):
+        lox.log({"x": x, "same": jnp.arange(3)})
+
+    lox.save(lox.spool(jax.vmap(f))(jnp.arange(3))[1], tmp_path, PRNG_KEYS)
+    assert lox.load(tmp_path, PRNG_KEYS)["same"].tolist() == [[[0, 1, 2]]] * 3
+    assert lox.load(tmp_path, PRNG_KEYS)["x"].tolist() == [[0], [1], [2]]
 
 
 # --- save inside programs ---

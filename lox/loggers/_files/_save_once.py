@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lox import _compat
+from lox import _compat, _errors
 from lox._data._logdict import logdict
 from lox._engine import _emit
 from lox._engine._emit import Packet
@@ -43,24 +43,55 @@ def save(
     Args:
         logs: What `spool` returned, or any mapping. A key without an event axis is one event.
         path: The directory; it is created if necessary.
-        key: The PRNG key of the run. An array of PRNG keys makes every lane of the logs a run of its own.
+        key: The PRNG key of the run. An array of PRNG keys makes every lane of the logs a run of its own. In a plain
+            dict, the lanes are the leading axis of every array, and single numbers are in all runs.
         mode: What to do if the run exists: `"append"` adds to the newest, `"new"` makes another, `"overwrite"`
             replaces it, `"error"` refuses. In short, as for files: `"a"`, `"w"` and `"x"`.
         config: Hyper-parameters, stored as JSON with the run.
 
     Raises:
+        MismatchError: There are not as many lanes as PRNG keys.
         StoreError: The directory cannot be written to.
         RunExistsError: The run exists and `mode` is `"error"`.
     """
     mode = check_mode(mode)
     check_nesting(config, fields=True)
     logs = logs if isinstance(logs, logdict) else logdict(logs)
+    if lanes := _lanes_of(key):
+        logs = _with_lanes(logs, lanes)
     if not _compat.is_evaluating():
         return _save_in_program(logs, path, key, mode, config)
     host = _on_host(logs)
     words, impl = (None, None) if key is None else words_of(key)
     with Writer(path) as writer:
         _write(writer, [(words, host, config)], impl, mode)
+
+
+def _lanes_of(key: Any) -> tuple[int, ...]:
+    """The shape of an array of PRNG keys, typed or raw."""
+    return np.shape(key) if is_prng_key(key) or isinstance(key, KeyData) else np.shape(key)[:-1]
+
+
+def _with_lanes(logs: logdict, lanes: tuple[int, ...]) -> logdict:
+    """Take the leading axes of values for lanes, if they were not logged: lox knows the lanes of those that were."""
+    logs = logs.copy()
+    for key in [key for key in logs if key not in logs._layouts]:
+        layout = logs._layout(key)
+        if layout.events:
+            raise _errors.MismatchError(
+                f"`lox.save` got PRNG keys of shape {lanes}, but {key!r} has events and does not say which axes are "
+                f"lanes. Make such logs by `lox.logdict.from_arrays(..., lanes={len(lanes)})`."
+            )
+        shapes = [np.shape(x) for x in jax.tree.leaves(logs[key])]
+        for shape in shapes:
+            if shape and shape[: len(lanes)] != lanes:
+                raise _errors.MismatchError(
+                    f"`lox.save` got PRNG keys of shape {lanes}, but {key!r} has the shape {shape}: arrays must begin "
+                    "with a lane for each PRNG key. To save the same for each: "
+                    "`jax.vmap(lambda key: lox.save(logs, path, key))(keys)`."
+                )
+        logs._layouts[key] = layout._replace(flags=tuple((True,) * len(lanes) if shape else () for shape in shapes))
+    return logs
 
 
 def _write(writer: Writer, lanes: list[tuple[Any, logdict, Any]], impl: str | None, mode: str) -> None:
