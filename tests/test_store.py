@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from exact import boolean, f32, i32, same
 from optional import devices
 
 import lox
-from lox.store import KeyData, Reader, Writer, _from_rows, names
+from lox.store import KeyData, Reader, Writer, _from_rows, _group, names
 from lox.store._catalog import resolve
 from lox.store._group import Entry
 
@@ -944,7 +946,7 @@ def test_steps_of_different_keys_are_kept_apart(tmp_path):
 
 
 def entry(group, name, base, mode, opened, number=0):
-    return Entry(group, number, name, base, base, mode, opened, None, None, None)
+    return Entry(group, number, name, base, base, mode, 0, opened, None, None, None)
 
 
 def test_two_runs_that_chose_the_same_name():
@@ -972,6 +974,28 @@ def test_the_time_decides_what_is_overwritten():
     ]
     actual = resolve(entries)
     assert {name: record.entries[0].group for name, record in actual.items()} == {"42": "young", "42.1": "old"}
+
+
+@pytest.mark.parametrize("mode", ["append", "new", "overwrite"])
+def test_a_clock_that_is_set_back(tmp_path, monkeypatch, mode):
+    """What was written later comes later, whatever the clock says."""
+    real = time.time
+    for hours in range(3):
+        now = lambda hours=hours: real() - 3600 * hours  # noqa: E731
+        monkeypatch.setattr(time, "time", now)
+        clock = types.SimpleNamespace(
+            datetime=types.SimpleNamespace(now=lambda tz, now=now: datetime.datetime.fromtimestamp(now(), tz)),
+            UTC=datetime.UTC,
+        )
+        monkeypatch.setattr(_group, "datetime", clock)
+        lox.save({"v": f32(hours)}, tmp_path, jax.random.key(1), mode=mode)
+    expected = {
+        "append": {"1": [0, 1, 2]},
+        "new": {"1": [0], "1.1": [1], "1.2": [2]},
+        "overwrite": {"1": [2]},
+    }[mode]
+    assert {run.name: lox.load(tmp_path, run.name)["v"].tolist() for run in lox.runs(tmp_path)} == expected
+    assert lox.load(tmp_path, jax.random.key(1))["v"].tolist() == list(expected.values())[-1]
 
 
 def test_the_working_directory_may_change(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The files themselves: other tools, unusual keys, and all kinds of damage."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -438,6 +439,58 @@ def test_a_file_that_lost_batches_is_told(tmp_path, how):
     for read in (lambda: lox.load(tmp_path, "a"), lambda: lox.runs(tmp_path)):
         with pytest.warns(lox.LoxWarning, match=rf"{file.name}' (has \d+ of \d+ bytes|is gone)"):
             read()
+
+
+def swap(file, kind, outside):
+    """Put something else in the place of a file."""
+    whole = file.read_bytes()
+    file.unlink()
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    elif kind == "link":
+        outside.write_bytes(whole + b"precious")
+        file.symlink_to(outside)
+    else:
+        file.write_bytes(whole)
+        os.truncate(file, 1 << 36)  # sparse
+    return whole + b"precious"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+@pytest.mark.parametrize("kind", ["fifo", "device", "link", "huge"])
+@pytest.mark.parametrize("name", ["meta.json", "runs.jsonl", "p0000-000.arrows"])
+def test_only_files_are_read_and_repaired(tmp_path, kind, name):
+    lox.save({"x": f32(1)}, tmp_path / "store")
+    outside = tmp_path / "mine"
+    (file,) = (tmp_path / "store").glob(f"*/{name}")
+    content = swap(file, kind, outside)
+    tracemalloc.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lox.LoxWarning)
+        for read in (
+            lox.load,
+            lox.runs,
+            lox.store.repair,
+            lambda path: lox.save({"x": f32(2)}, path, mode="overwrite"),
+        ):
+            with contextlib.suppress(lox.LoxError):
+                read(tmp_path / "store")
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+    if kind == "link":
+        assert outside.read_bytes() == content
+
+
+def test_a_link_to_a_group_is_not_followed(tmp_path):
+    lox.save({"x": f32(1)}, tmp_path / "mine")
+    lox.save({"x": f32(2)}, tmp_path / "store")
+    (group,) = (tmp_path / "mine").iterdir()
+    (tmp_path / "store" / group.name).symlink_to(group)
+    assert lox.load(tmp_path / "store")["x"].tolist() == [2.0]
+    lox.save({"x": f32(3)}, tmp_path / "store", mode="overwrite")
+    assert lox.load(tmp_path / "mine")["x"].tolist() == [1.0]
 
 
 def load_everything(path):

@@ -41,6 +41,10 @@ class Catalog:
         entries = [entry for group in self.groups.values() for entry in group.entries]
         self.records = resolve(entries)
 
+    def next_order(self) -> int:
+        """Return the place of an entry that is written now, after all others."""
+        return 1 + max((entry.order for group in self.groups.values() for entry in group.entries), default=0)
+
     def dead_groups(self) -> list[Group]:
         """Return the groups whose runs are all overwritten."""
         living = {entry.group for record in self.records.values() for entry in record.entries}
@@ -56,7 +60,7 @@ def resolve(entries: list[Entry]) -> dict[str, Record]:
     records: dict[str, Record] = {}
     bases: dict[str, list[str]] = {}
     taken = names.Taken()
-    for entry in sorted(entries, key=lambda e: (e.opened, e.group, e.number)):
+    for entry in sorted(entries, key=lambda e: (e.order, e.opened, e.group, e.number)):
         attempts = bases.setdefault(entry.base, [])
         if entry.mode == "overwrite":
             for name in attempts:

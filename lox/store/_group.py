@@ -26,7 +26,7 @@ from lox import _errors
 from lox._version import __version__
 from lox.store import _open
 from lox.store._schema import FORMAT, FORMAT_1
-from lox.store._segment import SegmentReader
+from lox.store._segment import SegmentReader, open_file
 
 GROUP_ID = re.compile(r"\d{8}T\d{6}-\d{6}-[0-9a-f]{8}")
 SEGMENT = re.compile(r"p(\d{4,})-(\d{3,})\.arrows")
@@ -34,6 +34,7 @@ _LEFTOVER = re.compile(SEGMENT.pattern + r"\.(damaged|repaired)|meta\.json\.\d+\
 META, RUNS = "meta.json", "runs.jsonl"
 _RECENT = 60.0  # seconds after a write in which a writer on another machine is probably alive
 
+_LARGEST_META, _LARGEST_RUNS = 16 << 20, 512 << 20  # bytes
 _FAR_FUTURE = 2.0e11  # larger times cannot be dates
 
 WAY_OUT = "Choose another directory, or make this one writable."
@@ -48,6 +49,7 @@ class Entry(NamedTuple):
     title: str  # the name without the number of the attempt
     base: str  # what identifies it: the words of its PRNG key, or its title if it has none
     mode: str
+    order: int  # larger than that of all entries before, whatever the clock says; 0 in format 1
     opened: float
     key_data: tuple[int, ...] | None
     key_impl: str | None
@@ -62,6 +64,7 @@ class Entry(NamedTuple):
             "title": self.title,
             "base": self.base,
             "mode": self.mode,
+            "order": self.order,
             "opened": self.opened,
             "key": prng_key,
             "config": self.config,
@@ -89,6 +92,7 @@ class Entry(NamedTuple):
                 str(line.get("title", line["base"])),
                 str(line["base"]),
                 str(line["mode"]),
+                int(line.get("order", 0)),
                 float(line["opened"]),
                 data,
                 None if prng_key is None else str(prng_key["impl"]),
@@ -201,7 +205,8 @@ def sizes(group: Path) -> dict[str, int]:
     """Return the sizes of the files of a group but meta.json."""
     try:
         with os.scandir(group) as files:
-            return {f.name: f.stat().st_size for f in files if f.name == RUNS or SEGMENT.fullmatch(f.name)}
+            own = [f for f in files if f.name == RUNS or SEGMENT.fullmatch(f.name)]
+            return {f.name: f.stat(follow_symlinks=False).st_size for f in own}
     except OSError as error:
         raise _errors.cannot_read(group, error) from error
 
@@ -230,9 +235,12 @@ class Group:
         """Read meta.json; return None if there is none, and raise an error if it is not lox's."""
         file = self.folder / META
         try:
-            text = file.read_bytes()
+            with open_file(file) as opened:
+                text = opened.read(_LARGEST_META)
         except FileNotFoundError:
             return None
+        except _errors.StoreError:
+            raise
         except OSError as error:
             raise _errors.cannot_read(file, error) from error
         try:
@@ -256,14 +264,18 @@ class Group:
         """Read the lines of runs.jsonl that are new."""
         file = self.folder / RUNS
         try:
-            size = file.stat().st_size - self._runs_read
-            if size <= 0:
-                return
-            with open(file, "rb") as opened:
+            with open_file(file) as opened:
+                size = os.fstat(opened.fileno()).st_size - self._runs_read
+                if size <= 0:
+                    return
+                if size > _LARGEST_RUNS:
+                    raise _errors.StoreError(f"{str(file)!r} is damaged: lox did not write {size} bytes to it.")
                 opened.seek(self._runs_read)
                 text = opened.read(size)  # allocates this much memory at once
         except FileNotFoundError:
             return
+        except _errors.StoreError:
+            raise
         except OSError as error:
             raise _errors.cannot_read(file, error) from error
         whole = text.rfind(b"\n") + 1  # the last line may still be on its way
@@ -309,7 +321,7 @@ class Group:
         for name, size in sizes.items() if isinstance(sizes, dict) else ():
             file = self.folder / name
             try:
-                there = file.stat().st_size
+                there = file.lstat().st_size
             except FileNotFoundError:
                 found[file] = f"{str(file)!r} is gone"
                 continue
@@ -387,7 +399,8 @@ def _is_running(pid: int) -> bool:
 def groups_in(folder: Path) -> list[str]:
     """Return the ids of the groups in a directory, oldest first."""
     try:
-        return sorted(name for name in os.listdir(folder) if GROUP_ID.fullmatch(name))
+        with os.scandir(folder) as found:  # a link is not lox's
+            return sorted(f.name for f in found if GROUP_ID.fullmatch(f.name) and f.is_dir(follow_symlinks=False))
     except FileNotFoundError:
         return []
     except OSError as error:

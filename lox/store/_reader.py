@@ -21,8 +21,10 @@ from lox.store._catalog import Catalog, Record
 from lox.store._from_rows import Chunks, Select
 from lox.store._group import WAY_OUT, Group
 from lox.store._prng_keys import words_of
-from lox.store._segment import DamagedRowsError, SegmentReader
+from lox.store._segment import DamagedRowsError, SegmentReader, open_file
 from lox.store.names import base_names
+
+_LARGEST_COPY = 1 << 30  # bytes; a sparse file of any size must not fill the disk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -462,7 +464,8 @@ def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, in
 def _take_out(file: Path, extents: list[tuple[int, int]]) -> None:
     """Move parts of a file to another one; at any moment, one of them has each part."""
     try:
-        data, start = file.read_bytes(), 0
+        with open_file(file) as whole:
+            data, start = whole.read(), 0
         with open(f"{file}.damaged", "ab") as rest:
             rest.write(b"".join(data[start:stop] for start, stop in extents))
             os.fsync(rest.fileno())
@@ -479,14 +482,21 @@ def _take_out(file: Path, extents: list[tuple[int, int]]) -> None:
 
 
 def _cut(file: Path, end: int, damaged: bool, empty: bool) -> None:
+    size = file.lstat().st_size - end
+    if damaged and size > _LARGEST_COPY:
+        raise _errors.StoreError(
+            f"{str(file)!r} has {size} bytes that lox cannot read, more than it would copy to keep them. "
+            "Remove the file, or what is behind its last batch."
+        )
     try:
         if damaged:
-            with open(file, "rb") as segment, open(f"{file}.damaged", "xb") as rest:
+            with open_file(file) as segment, open(f"{file}.damaged", "xb") as rest:
                 segment.seek(end)
                 shutil.copyfileobj(segment, rest)
         if empty:
             file.unlink()  # without a schema, there is nothing to read
         else:
-            os.truncate(file, end)
+            with open_file(file, os.O_RDWR) as segment:
+                segment.truncate(end)
     except OSError as error:
         raise _errors.cannot_write(file, error, WAY_OUT) from error

@@ -8,6 +8,7 @@ process would be killed.
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -130,8 +131,8 @@ class SegmentReader:
     def open(self) -> Iterator[BinaryIO]:
         """Open the file, unbuffered."""
         try:
-            with open(self.file, "rb", buffering=0) as file:
-                yield file  # type: ignore[misc]
+            with open_file(self.file) as file:
+                yield file
         except FileNotFoundError as error:
             missing = _errors.RunNotFoundError(
                 f"{str(self.file)!r} is gone: the run was overwritten while it was being read. Load it again."
@@ -314,6 +315,26 @@ class SegmentReader:
             raise DamagedRowsError(self, batch, self._batches.columns[number], rows)
         if data is not out:
             memoryview(out).cast("B")[:] = view[start - begin : stop - begin]
+
+
+def open_file(file: Path, flags: int = os.O_RDONLY) -> BinaryIO:
+    """Open a file, unbuffered. Anything else, such as a link, a pipe or a device, is an error: lox makes none of them.
+
+    A link may lead to a file that is not lox's, a pipe would never end, and a device has no size.
+    """
+    safely = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        descriptor = os.open(file, flags | safely)
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if is_file:
+            return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)  # type: ignore[return-value]
+        os.close(descriptor)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    raise _errors.StoreError(
+        f"{str(file)!r} is not a file but a link, a pipe or a device, which lox did not make there."
+    )
 
 
 def _read_up_to(file: BinaryIO, offset: int, size: int) -> bytes:

@@ -188,11 +188,11 @@ class Writer:
             self._check_open()
             self._catalog.refresh()
             chosen = _catalog.choose_names(self._catalog, bases, wanted, mode)
-            opened = self._tick()
+            order, opened = self._catalog.next_order(), self._tick()
             first, here = len(self.run_names), self.group.name
             runs = zip(chosen, wanted, bases, words, configs, strict=True)
             entries = [
-                Entry(here, number, name, title, base, run_mode, opened, prng_key, impl, config)
+                Entry(here, number, name, title, base, run_mode, order, opened, prng_key, impl, config)
                 for number, ((name, run_mode), title, base, prng_key, config) in enumerate(runs, first)
             ]
             self._write_entries(entries)
