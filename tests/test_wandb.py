@@ -1,7 +1,10 @@
 """`lox.wandb` and `WandbLogger` with the real client, offline: every value and step is read back from its files."""
 
 import concurrent.futures
+import errno
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import wandb_file
+from machine import HANG
 
 import lox
 import lox.wandb
 from lox.loggers import WandbLogger
 from lox.loggers._module_api import SingleRuns
+from lox.loggers._trackers import _wandb_file
 from lox.loggers._trackers._bands import t95
 
 pytestmark = pytest.mark.slow
@@ -175,6 +180,78 @@ def test_names_that_are_not_unicode(tmp_path, offline):
     first = {looks_like_it: 1.0, looks_like_it + " [key]": 2.0, "ok": 3.0, r"step \ud800": 0}
     assert [{name: x for name, x in row.items() if name in first} for row in file.rows[:1]] == [first]
     assert {r"h \ud800", r"i \ud800"} <= file.rows[-1].keys()
+
+
+def test_a_folder_that_is_removed(tmp_path, offline):
+    logger = WandbLogger(**offline)
+    logger.log(logger.init(PRNG_KEYS[0]), {"a": 1.0})
+    logger.flush()
+    shutil.rmtree(tmp_path)
+    for end in (logger.flush, logger.close):
+        with pytest.raises(
+            lox.StoreError, match=r"^run '7' has lost its file: '.*run-.*\.wandb' was removed or renamed"
+        ):
+            end()
+
+
+FULL_DISK = """
+import resource, sys, time, jax, lox
+resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))
+settings = {"silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
+logger = lox.loggers.WandbLogger(mode="offline", dir=sys.argv[1], project="p", settings=settings)
+state = logger.init(jax.random.key(7))
+logger.log(state, {"a": 1.0})
+logger.flush()
+for n in range(2000):
+    logger.log(state, {"a": n}, step=n)
+if sys.argv[2] == "flush":
+    for _ in range(1000):  # until W&B's process has come so far
+        logger.flush()
+        time.sleep(0.05)
+    sys.exit("flush does not notice")
+logger.close()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs ulimit")
+@pytest.mark.parametrize("how", ["flush", "close"])
+def test_a_full_disk(tmp_path, how):
+    """W&B drops what it cannot write, and says nothing; here a limit on the size of files stands for the disk."""
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), how]
+    own = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # its own process of W&B
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False, env=own)
+    assert done.returncode == 1
+    assert re.search(r"lox.StoreError: W&B did not write all of '.*run-.*\.wandb': failed to save record", done.stderr)
+
+
+def test_no_room_for_another_record(tmp_path, offline, monkeypatch):
+    def refuse(**options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    logger = WandbLogger(**offline)
+    logger.log(logger.init(PRNG_KEYS[0]), {"a": 1.0})
+    with monkeypatch.context() as patched:
+        patched.setattr("tempfile.TemporaryFile", refuse)
+        with pytest.raises(lox.StoreError, match=r"cannot write '.*\.wandb': No space left on device.\nW&B drops what"):
+            logger.flush()
+    logger.close()
+
+
+@pytest.mark.parametrize("rows", [1, 400, 3000], ids=["part of a block", "several blocks", "many blocks"])
+def test_the_end_of_the_file_is_found(tmp_path, offline, monkeypatch, rows):
+    """Whatever is cut off, down to the last byte."""
+    with WandbLogger(**offline) as logger:
+        state = logger.init(PRNG_KEYS[0])
+        run = logger._pipeline.runs[int(state.run)].resource
+        logger.log(state, lox.logdict.from_arrays({"a": np.arange(float(rows))}, steps={"step": np.arange(rows)}))
+    monkeypatch.setattr(_wandb_file, "_LATE", 0.0)
+    _wandb_file.check_finished(run)
+    file = Path(run.settings.sync_file)
+    whole = file.read_bytes()
+    for cut in (1, 5, 30, 100, len(whole) // 2, len(whole) - 7):
+        file.write_bytes(whole[:-cut])
+        with pytest.raises(lox.StoreError, match=r"W&B did not write all of .*: the end of the run is missing"):
+            _wandb_file.check_finished(run)
 
 
 def test_large_arrays_become_histograms_only_when_asked(tmp_path, offline):

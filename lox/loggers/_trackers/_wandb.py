@@ -24,7 +24,7 @@ from lox.loggers._batch import Batch
 from lox.loggers._files._rows import plain, strict_json
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run, check_config
-from lox.loggers._trackers import _bands, _clients
+from lox.loggers._trackers import _bands, _clients, _wandb_file
 from lox.loggers._trackers._clients import pillow
 from lox.loggers._trackers._series import MOST_ELEMENTS, Series, Splitter, missing_steps, raise_problems
 from lox.store.names import Taken
@@ -208,9 +208,11 @@ class WandbLogger(Logger):
         raise_problems(problems)
 
     def commit(self) -> None:
-        """Complete the last rows."""
+        """Complete the last rows, and make sure that the client can write them, if that is to a file."""
         for rows in set(self._rows.values()):
             rows.commit()
+        for rows in set(self._rows.values()):
+            _wandb_file.check(rows.run)
 
     def finish(self, run: Run) -> None:
         """End the W&B run; a shared one ends with the last of its runs."""
@@ -220,6 +222,7 @@ class WandbLogger(Logger):
         if rows not in self._rows.values():
             rows.commit()
             rows.run.finish(exit_code=1 if run.failure is not None else None)
+            _wandb_file.check_finished(rows.run)
 
 
 def _begin(kwargs: dict[str, Any], config: Mapping[str, Any], name: str | None) -> Any:
