@@ -1,5 +1,6 @@
 """Neptune, MLflow and Trackio: their real clients, offline or on a local store, read back value by value."""
 
+import errno
 import importlib
 import json
 import math
@@ -601,6 +602,28 @@ def test_trackio_pictures_that_cannot_be_saved(tmp_path, monkeypatch):
     logger.log(state, {"a": 1.0}, step=2)
     logger.close()
     assert read_trackio(logger)["7"] == {"a": [({"step": 2}, 1.0)]}
+
+
+@needs_trackio
+def test_trackio_rows_that_cannot_be_written(tmp_path, monkeypatch):
+    """Trackio itself warns once, and drops all of them."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    logger = make_trackio(tmp_path)
+    state = logger.init(PRNG_KEY)
+    logger.log(state, {"x": 1.0}, step=0)
+    logger.flush()
+    with monkeypatch.context() as patched, pytest.warns(lox.LoxWarning, match="No space left on device"):
+        patched.setattr("trackio.sqlite_storage.SQLiteStorage.bulk_log", refuse)
+        for _ in range(2):
+            logger.log(state, {"x": 2.0}, step=1)
+            with pytest.raises(lox.LoxError, match="No space left on device"):
+                logger.flush()
+    logger.log(state, {"x": 3.0}, step=2)
+    logger.close()
+    assert read_trackio(logger) == {"7": {"x": [({"step": 0}, 1.0), ({"step": 2}, 3.0)]}}
 
 
 @needs_trackio

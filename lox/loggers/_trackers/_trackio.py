@@ -2,6 +2,7 @@
 
 import collections
 import contextvars
+import functools
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,8 @@ class TrackioLogger(CurveLogger):
 
     Trackio reserves some names, such as `time`: they are escaped, `time_x_`, and `TrackioLogger.key_of` returns the
     key. Trackio and its environment variables, `TRACKIO_DIR` and `TRACKIO_SPACE_ID`, decide where the data goes. Its
-    own thread sends rows to a Space or a server, and warns if it cannot; on this machine, `flush` waits for them.
+    own thread sends rows to a Space or a server, and warns if it cannot; on this machine, `flush` waits for them, and
+    raises an error if they could not be written.
 
     Args:
         project: The name of the project.
@@ -100,6 +102,13 @@ class TrackioLogger(CurveLogger):
             self._client.init, project=self.project, name=run.name, config=strict_json(config), **options
         )
         self._context = self._context or context
+        if run.resource._is_local:
+            # Trackio would warn of the first rows that it cannot write, and drop others without a word.
+            run.resource._warn_once = functools.partial(self._refused, run)
+
+    def _refused(self, run: Run, kind: str, message: str) -> None:
+        del kind
+        self._pipeline.errors.add(_errors.LoxError(message), f"writing run {run.name!r}")
 
     def send(self, run: Run, curves: list[Curve]) -> None:
         """Add one row per event, for all curves with the same steps."""

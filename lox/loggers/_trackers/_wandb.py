@@ -119,6 +119,9 @@ class WandbLogger(Logger):
     first of them, is the axis of its metrics. No event is dropped, whatever order they come in. W&B's own `Step` equals
     `step`, except for events that come late or have no step.
 
+    Offline, W&B drops what it cannot write, on a full disk for instance, and everything after it. `flush` and `close`
+    raise an error if there are signs of that.
+
     Your own runs are separate: `wandb.init()` never returns a run of the logger, and `wandb.finish()` never ends one.
 
     `lox.Histogram` and `lox.Image` are shown as such. Arrays of up to 64 elements have one metric per element, `xs/0`,
