@@ -64,7 +64,8 @@ def _has_end(file: Path) -> bool:
     with open(file, "rb") as opened:
         opened.seek(start)
         *_, last = b"", *_records(opened.read(), 0 if start else 7)
-    with contextlib.suppress(Exception):  # damaged
+    damaged = _clients.client("google.protobuf.message", "wandb", "WandbLogger").DecodeError
+    with contextlib.suppress(damaged):
         record.ParseFromString(last)
     return record.WhichOneof("record_type") == "exit"
 
