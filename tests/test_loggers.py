@@ -765,6 +765,26 @@ def test_a_disk_that_is_full_for_a_while_tears_no_row(tmp_path, monkeypatch, kin
         assert rows == [{"step": n, "x": [n] * 5000} for n in (0, 1, 4, 5)]
 
 
+def test_a_torn_row_does_not_get_into_a_wider_table(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch, room=1 << 30)
+    logger = CsvLogger(tmp_path)
+    state = logger.init(jax.random.key(0))
+    logger.log(state, {"a": 1.5}, step=0)
+    logger.flush()
+    with pytest.warns(lox.LoxWarning, match="cannot write"):
+        disk.can_truncate = False  # not even what a failed write has left
+        for key in ("a", "b"):
+            disk.room = 2
+            logger.log(state, {key: 2.5}, step=1)
+            with pytest.raises(lox.StoreError, match=r"cannot write '.*0\.csv': no\."):
+                logger.flush()
+    disk.room, disk.can_truncate = 1 << 30, True
+    logger.log(state, {"b": 3.5}, step=2)
+    logger.log(state, {"a": 4.5}, step=3)
+    logger.close()
+    assert (tmp_path / "0.csv").read_text() == "step,a,b\n0,1.5,\n2,,3.5\n3,4.5,\n"
+
+
 @pytest.mark.parametrize("kind", [CsvLogger, JsonlLogger])
 def test_a_picture_that_does_not_fit_on_the_disk(tmp_path, monkeypatch, kind):
     really = pathlib.Path.write_bytes

@@ -57,6 +57,7 @@ class CsvLogger(FileLogger):
 
     def _widen(self, run: Run, new: list[str]) -> None:
         run_file: RunFile = run.resource
+        self.open_files.append(run_file.file, b"")  # which cuts off what a failed write may have left
         self.open_files.release(run_file.file)
         columns, wider = [*run_file.columns, *new], run_file.file.with_name(f".{run_file.file.name}.new")
         try:

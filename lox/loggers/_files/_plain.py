@@ -105,7 +105,7 @@ class OpenFiles(collections.OrderedDict[pathlib.Path, IO[bytes]]):
         try:
             yield
         except FileNotFoundError as error:
-            raise _errors.lost_file(file, [self._runs[file]]) from error
+            raise _errors.lost_file(file, [self._runs.get(file, file.stem)]) from error
         except OSError as error:
             raise _errors.cannot_write(file, error, _WAY_OUT) from error
 
