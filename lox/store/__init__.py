@@ -30,9 +30,10 @@ Most users need only `lox.save`, `lox.load` and `lox.runs`. `Writer` and `Reader
 from lox.store import names as names
 from lox.store._prng_keys import KeyData as KeyData
 from lox.store._reader import Reader as Reader
-from lox.store._reader import Run as Run
 from lox.store._reader import Runs as Runs
 from lox.store._reader import load as load
 from lox.store._reader import repair as repair
 from lox.store._reader import runs as runs
+from lox.store._table import Run as Run
+from lox.store._table import RunTable as RunTable
 from lox.store._writer import Writer as Writer

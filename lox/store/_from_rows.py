@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from lox.store import _structure
 from lox.store._group import Group
 from lox.store._schema import RUN, WALL, Column, Schema
 from lox.store._segment import SegmentReader
+from lox.store._table import Activity
 
 Array = np.ndarray[Any, Any]
 Select = Callable[[str], bool]
@@ -40,8 +42,10 @@ class Chunk:
 Chunks = dict[str, list[Chunk]]  # by key
 
 
-def of_run(group: Group, run: int, select: Select, since: dict[SegmentReader, int] | None = None) -> Chunks:
-    """Read the events of one run of a group, from the batches `since` on if given."""
+def of_run(
+    group: Group, run: int, select: Select, since: dict[SegmentReader, int] | None = None, wall: bool = False
+) -> Chunks:
+    """Read the events of one run of a group, from the batches `since` on if given; with `wall` as a step if asked."""
     chunks: Chunks = {}
     alone = len(group.entries) == 1
     for segment, keys, with_wall in _segments(group, select):
@@ -50,28 +54,56 @@ def of_run(group: Group, run: int, select: Select, since: dict[SegmentReader, in
         # A key without events is known to belong to a run only if that is the only one.
         if parts or alone:
             assert segment.schema is not None
-            rows = _Rows(segment, parts, keys, with_wall, with_runs=segment.schema.runs > 1)
+            rows = _Rows(segment, parts, keys, with_wall, segment.schema.runs > 1, wall)
             for first, data in rows.by_first():
                 rows.add_to(chunks, data, run - first)
     return chunks
 
 
-def of_all_runs(group: Group, select: Select, since: dict[SegmentReader, int] | None = None) -> dict[int, Chunks]:
+def of_all_runs(
+    group: Group, select: Select, since: dict[SegmentReader, int] | None = None, wall: bool = False
+) -> dict[int, Chunks]:
     """Read the events of all runs of a group, by their number, each file once."""
     if len(group.entries) == 1:  # nothing to sort
         run = group.entries[0].number
-        return {run: of_run(group, run, select, since)}
+        return {run: of_run(group, run, select, since, wall)}
     by_run: dict[int, Chunks] = {entry.number: {} for entry in group.entries}
     for segment, keys, with_wall in _segments(group, select):
         parts = segment.all_batches((since or {}).get(segment, 0))
         if not parts:
             continue
-        rows = _Rows(segment, parts, keys, with_wall, with_runs=True)
+        rows = _Rows(segment, parts, keys, with_wall, True, wall)
         for first, data in rows.by_first():
             for number in range(first, first + rows.schema.runs):
                 if number in by_run:
                     rows.add_to(by_run[number], data, number - first)
     return by_run
+
+
+def activity(group: Group) -> dict[int, Activity]:
+    """Return how many events each run of a group has, and when, without reading what was logged."""
+    found: dict[int, Activity] = {}
+    for segment in group.segments.values():
+        parts = segment.all_batches() if segment.schema is not None else []
+        if segment.schema is None or not parts:
+            continue
+        schema = segment.schema
+        columns = [RUN, WALL, *([schema.valid] if schema.valid else [])]
+        runs, wall, *valids = segment.read(columns, parts)
+        for n in range(schema.runs):
+            rows = np.ones(len(runs), bool)
+            if schema.valid is not None:
+                valid = valids[0][:, n] if schema.valid.runs else valids[0]
+                rows = valid.reshape(len(runs), -1).any(1)
+            numbers, inverse = np.unique(runs[rows] + n, return_inverse=True)
+            counts = np.bincount(inverse, minlength=len(numbers))
+            first, last = np.full(len(numbers), np.inf), np.full(len(numbers), -np.inf)
+            np.minimum.at(first, inverse, wall[rows])
+            np.maximum.at(last, inverse, wall[rows])
+            for number, *new in zip(numbers.tolist(), counts.tolist(), first.tolist(), last.tolist(), strict=True):
+                old = found.get(number, Activity(0, math.inf, -math.inf))
+                found[number] = Activity(old.events + new[0], min(old.first, new[1]), max(old.last, new[2]))
+    return found
 
 
 def _segments(group: Group, select: Select) -> Iterable[tuple[SegmentReader, list[str], bool]]:
@@ -88,7 +120,10 @@ def _segments(group: Group, select: Select) -> Iterable[tuple[SegmentReader, lis
 class _Rows:
     """Rows of a segment: the columns of some of its keys."""
 
-    def __init__(self, segment: SegmentReader, parts: Parts, keys: list[str], with_wall: bool, with_runs: bool):
+    def __init__(
+        self, segment: SegmentReader, parts: Parts, keys: list[str], with_wall: bool, with_runs: bool, wall_step: bool
+    ):
+        self.wall_step = wall_step
         assert segment.schema is not None
         schema: Schema = segment.schema
         self.schema = schema
@@ -101,7 +136,7 @@ class _Rows:
             ordered = [key.columns[i] for i in order]
             self.trees[key.name] = (ordered, treedef, tuple(c.codec.impl for c in ordered))
         valid = [schema.valid] if schema.valid else []
-        first = [RUN] * with_runs + [WALL] * with_wall
+        first = [RUN] * with_runs + [WALL] * (with_wall or wall_step)
         columns = [*first, *schema.steps, *valid, *[c for key in self.of_key.values() for c in key.columns]]
         self.data: Data = dict(zip(columns, segment.read(columns, parts), strict=True))
         self.kinds: dict[str, Any] = {}
@@ -142,6 +177,10 @@ class _Rows:
             valid = Laned(happened[kept], column.lanes) if column.shape else None
         steps = {c.name: Laned(pick(c), c.lanes) for c in self.schema.steps}
         wall = data[WALL][kept] if WALL in data else None
+        if self.wall_step and wall is not None:
+            if WALL.name in steps:
+                raise _errors.OptionError("`wall=True`: these logs have a step called 'wall' of their own.")
+            steps[WALL.name] = Laned(wall)
         for key, (ordered, treedef, impls) in self.trees.items():
             values = [Laned(pick(c), c.lanes) for c in ordered]
             events = Bundle(values, steps, valid, (key,), (treedef,), False, self.site)

@@ -121,6 +121,26 @@ def _from_text(value: Any) -> Any:
     return [_from_text(x) for x in value] if isinstance(value, list) else value
 
 
+class End(NamedTuple):
+    """How runs of a group ended, if not by the end of the group."""
+
+    at: float
+    failure: str | None
+
+    def to_line(self, runs: list[int]) -> bytes:
+        """Return one line of ASCII for all runs that ended so."""
+        line = {"end": runs, "at": self.at, "failure": self.failure}
+        return json.dumps(line | {"crc": checksum(line)}).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, line: dict[str, Any]) -> "dict[int, End]":
+        """Undo `to_line`, given the parsed line; raise a ValueError for anything else."""
+        if line.pop("crc", None) != checksum(line):
+            raise ValueError("not the end of a run: it does not have the checksum that it was written with")
+        end = cls(float(line["at"]), line["failure"])
+        return {int(number): end for number in line["end"]}
+
+
 def checksum(value: Any) -> str:
     """Return the checksum of what is about to be written as JSON, or was read."""
     return f"{zlib.crc32(json.dumps(value).encode()):08x}"
@@ -227,6 +247,7 @@ class Group:
     def __init__(self, folder: Path):
         self.folder, self.id = folder, folder.name
         self.entries: list[Entry] = []
+        self.ends: dict[int, End] = {}  # by the number of the run
         self.segments: dict[tuple[int, int], SegmentReader] = {}
         self.problems: dict[Path, str] = {}  # what is wrong with which file
         self._runs_read = 0
@@ -283,8 +304,11 @@ class Group:
         known, damaged = {entry.number for entry in self.entries}, []
         for line in _parse_lines(text[:whole]):
             try:
+                if isinstance(line, dict) and "end" in line:
+                    self.ends |= End.from_json(line)
+                    continue
                 entry = Entry.from_json(line, self.id)
-            except ValueError as error:
+            except (ValueError, KeyError, TypeError) as error:
                 damaged.append(str(error))
                 self.problems[file] = f"{str(file)!r}: {len(damaged)} damaged lines ({damaged[0]})"
                 continue
@@ -332,6 +356,15 @@ class Group:
             elif name == RUNS and self._runs_read < size:
                 found[file] = f"{str(file)!r} does not end with a line"
         return found | self.problems
+
+    def state(self, number: int) -> str:
+        """Tell whether a run is "running", "finished", "failed", or was "killed"."""
+        end = self.ends.get(number)
+        if end is not None:
+            return "finished" if end.failure is None else "failed"
+        if (self.meta() or {}).get("status") == "closed":
+            return "finished"
+        return "running" if self.is_alive() else "killed"
 
     def is_alive(self) -> bool:
         """Tell whether some process may still be writing here."""

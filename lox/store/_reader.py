@@ -1,16 +1,13 @@
 """`Reader` reads the runs of a directory and follows new events; `load`, `runs` and `repair` use one just once."""
 
-import dataclasses
 import datetime
 import fnmatch
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from lox import _errors
 from lox._data import _sites
@@ -22,35 +19,10 @@ from lox.store._from_rows import Chunks, Select
 from lox.store._group import WAY_OUT, Group
 from lox.store._prng_keys import words_of
 from lox.store._segment import DamagedRowsError, SegmentReader, open_file
+from lox.store._table import Activity, Run, RunTable, Where, flat_config
 from lox.store.names import base_names
 
 _LARGEST_COPY = 1 << 30  # bytes; a sparse file of any size must not fill the disk
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What is known of a run without loading it.
-
-    Attributes:
-        name: What tells it apart from the others in its directory.
-        key_data: The words of its PRNG key; None if it has none.
-        key_impl: The name of the PRNG key's implementation.
-        config: Its hyper-parameters.
-        opened: When it began.
-    """
-
-    name: str
-    key_data: tuple[int, ...] | None
-    key_impl: str | None
-    config: Any
-    opened: datetime.datetime
-
-    @property
-    def key(self) -> Any:
-        """The PRNG key, or None."""
-        if self.key_data is None:
-            return None
-        return jax.random.wrap_key_data(jnp.asarray(self.key_data, jnp.uint32), impl=self.key_impl)
 
 
 class Runs(Mapping[str, logdict]):
@@ -95,6 +67,12 @@ class Runs(Mapping[str, logdict]):
         """Return the logs, all loaded."""
         return dict(self.items()).values()
 
+    @property
+    def configs(self) -> dict[str, list[Any]]:
+        """The hyper-parameters of all runs, in order: a list for each name, `configs["lr"]`; None if a run has none."""
+        flat = [flat_config(self._reader._info(self._reader._catalog.records[name]).config) for name in self._names]
+        return {key: [config.get(key) for config in flat] for key in dict.fromkeys(k for f in flat for k in f)}
+
     def stack(self) -> logdict:
         """Stack all runs in one logdict with a lane axis in front, as `vmap(spool(f))` returns them.
 
@@ -134,9 +112,10 @@ class Reader:
         if damaged not in ("error", "skip"):
             raise _errors.OptionError(f"`damaged` is {damaged!r}; choose 'error' or 'skip'.")
         self.path = Path(path).absolute()
-        self._skips = damaged == "skip"
+        self._skips, self._wall = damaged == "skip", False
         self._catalog = Catalog(self.path)
         self._polled: dict[SegmentReader, int] = {}
+        self._activity: dict[str, dict[int, Activity]] = {}  # by group
         self._warned: set[str] = set()
 
     # --- runs ---
@@ -147,9 +126,34 @@ class Reader:
         for group in self._catalog.groups.values():
             group.scan()
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> RunTable:
         """Return the runs found so far, oldest first."""
-        return [_info(record) for record in self._catalog.records.values()]
+        return RunTable([self._info(record) for record in self._catalog.records.values()])
+
+    def _info(self, record: Record) -> Run:
+        last, first = record.entries[-1], record.entries[0]
+        opened = datetime.datetime.fromtimestamp(first.opened, datetime.UTC)
+        config = next((e.config for e in reversed(record.entries) if e.config is not None), None)
+        attempts = len(record.entries)
+        return Run(record.name, last.key_data, last.key_impl, config, opened, attempts, self._look_at)
+
+    def _look_at(self, name: str) -> tuple[Activity, str]:
+        """Return how many events a run has and when, and its state."""
+        entries = self._catalog.records[name].entries
+        parts = [self._activity_in(self._catalog.groups[e.group]).get(e.number) for e in entries]
+        found = [part for part in parts if part is not None]
+        whole = Activity(
+            sum(part.events for part in found),
+            min((part.first for part in found), default=math.nan),
+            max((part.last for part in found), default=math.nan),
+        )
+        return whole, self._catalog.groups[entries[-1].group].state(entries[-1].number)
+
+    def _activity_in(self, group: Group) -> dict[int, Activity]:
+        if group.id not in self._activity:
+            group.scan()
+            self._activity[group.id] = self._intact(_from_rows.activity, group)
+        return self._activity[group.id]
 
     def load(self, name: str, argnames: str | Iterable[str] | None = None) -> logdict:
         """Return the events of a run found so far; every key has an event axis."""
@@ -209,7 +213,7 @@ class Reader:
         chunks: Chunks = {}
         for entry in self._catalog.records[name].entries:
             group = self._catalog.groups[entry.group]
-            _merge(chunks, self._intact(_from_rows.of_run, group, entry.number, select))
+            _merge(chunks, self._intact(_from_rows.of_run, group, entry.number, select, None, self._wall))
         return _from_rows.to_logdict(chunks)
 
     def _chunks_of_all(self, names: list[str], select: Select) -> dict[str, Chunks]:
@@ -219,9 +223,9 @@ class Reader:
         for group, wanted in self._by_group(records).items():
             if len(wanted) == 1:
                 (number,) = wanted
-                by_entry[group.id, number] = self._intact(_from_rows.of_run, group, number, select)
+                by_entry[group.id, number] = self._intact(_from_rows.of_run, group, number, select, None, self._wall)
             else:
-                for number, run_chunks in self._intact(_from_rows.of_all_runs, group, select).items():
+                for number, run_chunks in self._intact(_from_rows.of_all_runs, group, select, None, self._wall).items():
                     by_entry[group.id, number] = run_chunks
         for record in records:
             for entry in record.entries:
@@ -263,7 +267,7 @@ class Reader:
             f"there is no run {name!r} in {str(self.path)!r}. The {which} are {_errors.listing(list(records)[-8:])}."
         )
 
-    def _open_for_loading(self) -> None:
+    def _open_for_loading(self, may_be_empty: bool = False) -> None:
         """Look for new runs; raise an error if the directory cannot be read."""
         _open.flush(self.path)
         if not self.path.exists():
@@ -273,7 +277,7 @@ class Reader:
         if not self.path.is_dir():
             raise _errors.StoreError(f"{str(self.path)!r} is a file: give the directory that lox wrote to.")
         self._catalog.refresh()
-        if not self._catalog.groups:
+        if not self._catalog.groups and not may_be_empty:
             raise _errors.RunNotFoundError(
                 f"the directory {str(self.path)!r} has no runs: lox has written nothing to it. Check the path."
             )
@@ -309,13 +313,6 @@ class Reader:
                 _sites.warn(text)
 
 
-def _info(record: Record) -> Run:
-    last = record.entries[-1]
-    opened = datetime.datetime.fromtimestamp(record.entries[0].opened, datetime.UTC)
-    config = next((e.config for e in reversed(record.entries) if e.config is not None), None)
-    return Run(record.name, last.key_data, last.key_impl, config, opened)
-
-
 def _merge(into: Chunks, chunks: Chunks) -> None:
     for key, parts in sorted(chunks.items(), key=lambda item: item[1][0].order):
         into.setdefault(key, []).extend(_from_rows.in_order(kind) for kind in _from_rows.apart(parts))
@@ -329,6 +326,15 @@ def _selector(argnames: str | Iterable[str] | None) -> Select:
     return lambda key: any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
+def _warn_of_choice(several: list[list[str]]) -> None:
+    if several:
+        more = f", and so have {len(several) - 1} others" if len(several) > 1 else ""
+        _sites.warn(
+            f"a PRNG key has {len(several[0])} runs, {_errors.listing(several[0][:8])}{more}: the newest is loaded. "
+            f'To choose, give the name, {several[0][0]!r}, or values of the config: `where={{"lr": 0.1}}`.'
+        )
+
+
 # --- what users need ---
 
 
@@ -337,6 +343,8 @@ def load(
     key: Any = None,
     argnames: str | Iterable[str] | None = None,
     damaged: str = "error",
+    where: Where | None = None,
+    wall: bool = False,
 ) -> Any:
     """Read logs from a directory that a `SaveLogger` or `lox.save` wrote to.
 
@@ -355,6 +363,9 @@ def load(
         argnames: Load only these keys of the logs; globs such as `"train/*"` are allowed. Other keys are not read.
         damaged: What to do about rows that do not have the checksum that they were written with: `"error"` raises a
             `StoreError` that names them, `"skip"` leaves them out, with a warning.
+        where: Load only runs with these values in their config: a dict, `{"lr": 0.1}`; or a function of a
+            `lox.store.Run`.
+        wall: Whether to add the time of each event, in seconds since 1970, as a step called `wall`.
 
     Returns:
         A `logdict` of NumPy arrays in which every key has an event axis. Without `key`, if the directory has several
@@ -370,10 +381,18 @@ def load(
     argnames = None if argnames is None else _selection.names("argnames", argnames)
     select = _selector(argnames)
     reader = Reader(path, damaged)
+    reader._wall = wall
     reader._open_for_loading()
     records = reader._catalog.records
     if not records:
         raise _errors.RunNotFoundError(f"the directory {str(reader.path)!r} has no runs yet.")
+    if where is not None:
+        chosen_by_config = {run.name for run in reader.runs().where(where)}
+        if not chosen_by_config:
+            raise _errors.RunNotFoundError(
+                f"no run in {str(reader.path)!r} has {where!r} in its config. `lox.runs(path)` shows what they have."
+            )
+        records = {name: record for name, record in records.items() if name in chosen_by_config}
     if key is None:
         chosen, single = list(records), len(records) == 1
     elif isinstance(key, str):
@@ -383,11 +402,15 @@ def load(
     else:
         data, impl = words_of(key)
         chosen, single = [], data.ndim == 1
-        for base in base_names(data, impl):
-            newest = reader._catalog.newest(base)
-            if newest is None:
+        by_base: dict[str, list[str]] = {}
+        for record in records.values():
+            by_base.setdefault(record.base, []).append(record.name)
+        bases = base_names(data, impl)
+        for base in bases:
+            if base not in by_base:
                 raise reader._no_run(base)
-            chosen.append(newest.name)
+            chosen.append(by_base[base][-1])
+        _warn_of_choice([by_base[base] for base in bases if len(by_base[base]) > 1])
     reader._scan_for([records[name] for name in chosen])
     reader._check_names([records[name] for name in chosen], argnames)
     if single:
@@ -398,8 +421,11 @@ def load(
     return chosen_runs if key is None else chosen_runs.stack()
 
 
-def runs(path: str | os.PathLike[str]) -> list[Run]:
+def runs(path: str | os.PathLike[str], where: Where | None = None) -> RunTable:
     """List the runs in a directory, oldest first, without their events.
+
+    The result is a sequence of `lox.store.Run` that prints as a table: names, hyper-parameters, attempts, numbers of
+    events, times, states.
 
     >>> import tempfile, jax, lox
     >>> directory = tempfile.mkdtemp()
@@ -407,11 +433,15 @@ def runs(path: str | os.PathLike[str]) -> list[Run]:
     >>> lox.save({"x": 2}, directory, jax.random.key(42), mode="new")
     >>> [run.name for run in lox.runs(directory)]
     ['42', '42.1']
+
+    Args:
+        path: The directory.
+        where: List only runs with these values in their config: a dict, `{"lr": 0.1}`; or a function of a run.
     """
     reader = Reader(path)
-    reader._open_for_loading()
+    reader._open_for_loading(may_be_empty=True)
     reader._warn_of([text for group in reader._catalog.groups.values() for text in group.damage().values()])
-    return reader.runs()
+    return reader.runs() if where is None else reader.runs().where(where)
 
 
 def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, int]:

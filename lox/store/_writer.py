@@ -4,7 +4,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,7 @@ class Writer:
                 Entry(here, number, name, title, base, run_mode, order, opened, prng_key, impl, config)
                 for number, ((name, run_mode), title, base, prng_key, config) in enumerate(runs, first)
             ]
-            self._write_entries(entries)
+            self._write_lines(b"".join(entry.to_line() for entry in entries))
             self._catalog.refresh()  # another process may have chosen the same names at the same moment
             resolved = {e.number: r.name for r in self._catalog.records.values() for e in r.entries if e.group == here}
             self.run_names += [resolved.get(e.number, e.name) for e in entries]
@@ -205,13 +205,19 @@ class Writer:
                         group.delete()
             return np.arange(first, first + len(bases), dtype=np.int32)
 
-    def _write_entries(self, entries: list[Entry]) -> None:
+    def end_runs(self, runs: Iterable[int], failure: str | None = None) -> None:
+        """Note that runs have ended before the writer is closed, or why they have failed."""
+        with self._lock:
+            self._check_open()
+            self._write_lines(_group.End(time.time(), failure).to_line(list(runs)))
+
+    def _write_lines(self, lines: bytes) -> None:
         file = self.group / _group.RUNS
         try:
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
             try:
                 before = os.fstat(descriptor).st_size
-                rest = memoryview(b"".join(entry.to_line() for entry in entries))
+                rest = memoryview(lines)
                 try:
                     while rest:
                         rest = rest[os.write(descriptor, rest) :]

@@ -59,6 +59,7 @@ class SaveLogger(Logger):
         self.mode = _catalog.check_mode(mode)
         self._writer: Writer | None = None
         self._unfinished: set[int] = set()
+        self._ended: dict[str | None, list[int]] = {}  # runs that ended, by why they failed, to be noted
         self._due = 0.0  # when to hand waiting events to the system
         self._refused = False  # whether the user has been warned that the system refuses
 
@@ -120,6 +121,7 @@ class SaveLogger(Logger):
     def commit(self) -> None:
         """Wait until everything is on the disk, and make sure that it is still there."""
         if self._writer is not None:
+            self._note_ends()
             self._writer.flush(fsync=True)
             self._refused = False
             if lost := self._lost_file():
@@ -132,15 +134,30 @@ class SaveLogger(Logger):
         lost = list(filter(is_missing, files))
         return _errors.lost_file(lost[0], self._writer.run_names) if lost and self._writer.run_names else None
 
+    def _note_ends(self) -> None:
+        """Write down which runs have ended, and why."""
+        assert self._writer is not None
+        while self._ended:
+            failure, runs = self._ended.popitem()
+            self._writer.end_runs(runs, failure)
+
     def finish(self, run: Run) -> None:
         """End a run; the last one closes the files."""
+        failure = None if run.failure is None else f"{type(run.failure).__name__}: {run.failure}"
+        self._ended.setdefault(failure, []).append(run.resource)
         self._unfinished.discard(run.id)
         if not self._unfinished:
             self._close_writer()
 
     def _close_writer(self) -> None:
-        if self._writer is not None:
-            lost, writer, self._writer = self._lost_file(), self._writer, None
+        if self._writer is None:
+            return
+        lost, writer = self._lost_file(), self._writer
+        self._ended.pop(None, None)  # that the writer is closed says so
+        try:
+            self._note_ends()
+        finally:
+            self._writer = None
             _open.unregister(self._pipeline.catch_up)
             try:
                 writer.close()
