@@ -18,6 +18,7 @@ from lox._data._lanes import Laned
 from lox._data._logdict import logdict
 from lox._engine import _emit
 from lox._engine._emit import END, Deliver
+from lox._engine._primitive import as_step
 from lox._transforms import _call
 from lox._transforms._call import P, R
 from lox._transforms._spool import spool as _spool
@@ -139,13 +140,55 @@ class Logger:
             A pytree of arrays, for `log`, `spool` and `tap`.
         """
         self._pipeline.require_open("init")
-        words, impl = prng_key_words(key)
+        return self._begin(*prng_key_words(key), config, name)
+
+    def resume(
+        self,
+        state: Any,
+        config: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        **step: Any,
+    ) -> LoggerState:
+        """Go on with a run after a checkpoint: `logger.resume(key, step=1000)`.
+
+        Call `flush` before you write a checkpoint, so that the log is never behind it. Steps from this one on are
+        computed again. What the run already has of them stays on disk, but is hidden: the newest computation of a step
+        counts. `lox.runs` says whether it was the same, bit by bit.
+
+        Works under `vmap`, where every lane goes on with its own run, and with its own step if that differs.
+
+        Args:
+            state: The PRNG key of the run, or the state that `init` has returned in the process before.
+            config: Hyper-parameters that have changed. If several runs have the same PRNG key, as in a sweep over
+                learning rates, those that tell them apart.
+            name: As for `init`, if several runs have the same PRNG key.
+            **step: The first step that is computed again, by the name that it is logged with.
+
+        Returns:
+            The state, as from `init`.
+
+        Raises:
+            RunNotFoundError: There is no such run, or there are several.
+        """
+        self._pipeline.require_open("resume")
+        if len(step) != 1:
+            raise _errors.OptionError(
+                f"`resume` got {len(step)} steps: give it one, the first that is computed again: `step=1000`."
+            )
+        ((step_name, number),) = step.items()
+        words, impl = (state.key, None) if isinstance(state, LoggerState) else prng_key_words(state)
+        return self._begin(words, impl, config, name, step_name, as_step(step_name, number))
+
+    def _begin(
+        self, words: Any, impl: str | None, config: Any, name: str | None, step: str | None = None, number: Any = None
+    ) -> LoggerState:
         tree, arrays = ConfigTree.of(config)
         if name is not None:  # errors now, and not when the program runs
             names.render(name, tree.rebuild([np.ones(x.shape, x.dtype) for x in arrays]), "", 0)
-        begin = functools.partial(self._pipeline.begin, tree, impl, name)
-        (number,) = _emit.ask(begin, [words, *arrays], [np.int32])
-        return LoggerState(number, words)
+        begin = functools.partial(self._pipeline.begin, tree, impl, name, step)
+        numbers = [] if step is None else [number]
+        (run,) = _emit.ask(begin, [words, *numbers, *arrays], [np.int32])
+        return LoggerState(run, words)
 
     def log(self, state: LoggerState, logs: Mapping[str, Any], prefix: str = "", **steps: Any) -> None:
         """Write values, or logs that `lox.spool` returned.

@@ -59,6 +59,9 @@ class _FanOut(Pipeline):
         del eager
         for run in runs:
             run.resource = [other.new_run(run.impl, run.key, dict(run.config), run.name) for other in self._others]
+        for run in runs:
+            for inner in run.resource:
+                inner.resumed = run.resumed
         for number, other in enumerate(self._others):
             other.open([run.resource[number] for run in runs], eager=False)
         self.runs.update({run.id: run for run in runs})

@@ -86,7 +86,9 @@ class Pipeline:
 
     # --- in callbacks ---
 
-    def begin(self, tree: ConfigTree, impl: str | None, template: str | None, packet: Packet, token: int) -> Any:
+    def begin(
+        self, tree: ConfigTree, impl: str | None, template: str | None, step: str | None, packet: Packet, token: int
+    ) -> Any:
         """Open a run for every lane in which it is called; return the numbers of the runs, -1 for the other lanes."""
         del token
         if self.closed or not self.is_of_this_process:  # better to fail now than to lose every event
@@ -96,10 +98,14 @@ class Pipeline:
                 "state of `init` as an argument."
             )
         lanes = list(packet.by_lane())
+        first = 1 if step is None else 2  # of the arrays of the config
         words = [given[0] for given in lanes if given is not None]
-        configs = [tree.rebuild(given[1:]) for given in lanes if given is not None]
+        configs = [tree.rebuild(given[first:]) for given in lanes if given is not None]
         run_names = names.of_runs(words, impl, configs, template) if words else []
         runs = list(map(functools.partial(self.new_run, impl), words, configs, run_names))
+        if step is not None:
+            for run, given in zip(runs, filter(None, lanes), strict=True):
+                run.resumed = step, given[1].item()
         self.open(runs, packet.eager)
         rest = iter(runs)
         return [[-1 if given is None else next(rest).id for given in lanes]]

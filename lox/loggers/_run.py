@@ -37,6 +37,8 @@ class Run:
         config: The config given to `init`, with NumPy arrays and Python numbers.
         resource: What the logger keeps for the run: a file, a client's object.
         failure: The exception that ended the logger's `with` block, if one did.
+        resumed: For a run that goes on after a checkpoint, the name and number of the first step that is computed
+            again; None for a new one.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Run:
         self.name = name or names.of_runs([key], impl)[0]
         self.resource: Any = None
         self.failure: BaseException | None = None
+        self.resumed: tuple[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"<run {self.name!r}>"

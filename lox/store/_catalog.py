@@ -67,7 +67,7 @@ def resolve(entries: list[Entry]) -> dict[str, Record]:
                 del records[name]
                 taken.names.discard(name)
             attempts.clear()
-        if entry.mode == "append" and entry.name in attempts:
+        if entry.mode in ("append", "resume") and entry.name in attempts:
             records[entry.name].entries.append(entry)
             continue
         name = taken.take(entry.name if entry.name not in taken.names else entry.title)
@@ -82,6 +82,30 @@ def check_mode(mode: str) -> str:
     if mode not in MODES:
         raise _errors.OptionError(f"`mode` is {mode!r}; choose one of {_errors.listing(MODES)}.")
     return mode
+
+
+def choose_resumed(catalog: Catalog, bases: list[str], wanted: list[str]) -> list[tuple[str, str]]:
+    """Choose the runs to resume: the newest that have these PRNG keys, and these names if there are several."""
+    by_base: dict[str, list[Record]] = {}
+    for record in catalog.records.values():
+        by_base.setdefault(record.base, []).append(record)
+    chosen: list[str] = []
+    for base, title in zip(bases, wanted, strict=True):
+        found = by_base.get(base, [])
+        titles = {record.entries[0].title for record in found}
+        if len(titles) > 1:
+            found = [record for record in found if record.entries[0].title == title]
+        found = [record for record in found if record.name not in chosen]
+        if not found:
+            there = _errors.listing([record.name for record in by_base.get(base, [])])
+            why = (
+                f"its PRNG key has the runs {there}: give `resume` the config or the name"
+                if titles
+                else "it has no run"
+            )
+            raise _errors.RunNotFoundError(f"cannot resume {title!r} in {str(catalog.folder)!r}: {why}.")
+        chosen.append(found[-1].name)
+    return [(name, "resume") for name in chosen]
 
 
 def choose_names(catalog: Catalog, bases: list[str], wanted: list[str], mode: str) -> list[tuple[str, str]]:

@@ -43,9 +43,17 @@ Chunks = dict[str, list[Chunk]]  # by key
 
 
 def of_run(
-    group: Group, run: int, select: Select, since: dict[SegmentReader, int] | None = None, wall: bool = False
+    group: Group,
+    run: int,
+    select: Select,
+    since: dict[SegmentReader, int] | None = None,
+    wall: bool = False,
+    timed: bool = False,
 ) -> Chunks:
-    """Read the events of one run of a group, from the batches `since` on if given; with `wall` as a step if asked."""
+    """Read the events of one run of a group, from the batches `since` on if given.
+
+    With their times if `timed`, or even as a step if `wall`.
+    """
     chunks: Chunks = {}
     alone = len(group.entries) == 1
     for segment, keys, with_wall in _segments(group, select):
@@ -54,7 +62,7 @@ def of_run(
         # A key without events is known to belong to a run only if that is the only one.
         if parts or alone:
             assert segment.schema is not None
-            rows = _Rows(segment, parts, keys, with_wall, segment.schema.runs > 1, wall)
+            rows = _Rows(segment, parts, keys, with_wall or timed, segment.schema.runs > 1, wall)
             for first, data in rows.by_first():
                 rows.add_to(chunks, data, run - first)
     return chunks
@@ -78,6 +86,90 @@ def of_all_runs(
                 if number in by_run:
                     rows.add_to(by_run[number], data, number - first)
     return by_run
+
+
+# --- attempts ---
+
+
+def replaced_since(group: Group, run: int, step: str, number: Any) -> float:
+    """Return the time of the first event of a run whose step has at least this number; infinity if there is none."""
+    since = math.inf
+    for segment in group.segments.values():
+        column = next((c for c in segment.schema.steps if c.name == step), None) if segment.schema else None
+        parts = [] if column is None else segment.batches_with(run)
+        if not parts or column is None or segment.schema is None:
+            continue
+        rows = _Rows(segment, parts, [], True, segment.schema.runs > 1, False)
+        for first, data in rows.by_first():
+            for wall, steps in rows.times(data, run - first, column):
+                late = _least(steps) >= number
+                since = min(since, float(wall[late].min())) if late.any() else since
+    return since
+
+
+def kept(chunks: Chunks, step: str, number: Any, since: float, replaced: bool = False) -> Chunks:
+    """Return the events that a later attempt from this step on leaves as they are, or those that it replaces.
+
+    Events without that step are replaced if they came at or after the first that has it.
+    """
+    parts: Chunks = {}
+    for key, of_key in chunks.items():
+        for chunk in of_key:
+            steps = chunk.events.steps.get(step)
+            assert chunk.wall is not None
+            stay = chunk.wall < since if steps is None else _least(steps.tree) < number
+            stay = ~stay if replaced else stay
+            if stay.all():
+                parts.setdefault(key, []).append(chunk)
+            elif stay.any():  # a key of which nothing is left is gone
+                events = jax.tree.map(lambda x, stay=stay: x[stay], chunk.events)
+                parts.setdefault(key, []).append(dataclasses.replace(chunk, wall=chunk.wall[stay], events=events))
+    return parts
+
+
+def with_step(chunks: Chunks, step: str, number: int) -> Chunks:
+    """Return the same events with a further step, which is the same for all."""
+
+    def add(chunk: Chunk) -> Chunk:
+        count = np.full(chunk.events.count(), number, np.int32)
+        events = dataclasses.replace(chunk.events, steps={**chunk.events.steps, step: Laned(count)})
+        return dataclasses.replace(chunk, events=events, kind=None)
+
+    return {key: list(map(add, of_key)) for key, of_key in chunks.items()}
+
+
+def _least(steps: Array) -> Array:
+    return steps.reshape(len(steps), -1).min(1) if steps.ndim > 1 else steps
+
+
+def first_difference(old: list[Chunk], new: list[Chunk], step: str) -> Any:
+    """Return the first step at which recomputed events of a key are not the same bits; None if there is none."""
+    before, after = [join([in_order(kind)]) for kind in (old, new)]
+    if step not in before.events.steps or step not in after.events.steps:
+        return None  # they cannot be compared
+    numbers = [_least(chunk.events.steps[step].tree) for chunk in (before, after)]
+    orders = [np.argsort(x, kind="stable") for x in numbers]
+    numbers = [x[order] for x, order in zip(numbers, orders, strict=True)]
+    if not len(numbers[0]) or not len(numbers[1]):
+        return None
+    last = min(numbers[0][-1], numbers[1][-1])
+    counts = [int(np.searchsorted(x, last, "right")) for x in numbers]
+    common = min(counts)
+    same = numbers[0][:common] == numbers[1][:common]
+    for a, b in zip(jax.tree.leaves(before.events), jax.tree.leaves(after.events), strict=False):
+        if a.dtype != b.dtype or a.shape[1:] != b.shape[1:]:
+            return numbers[0][0].item()
+        x, y = [np.ascontiguousarray(z[order][:common]) for z, order in zip((a, b), orders, strict=True)]
+        bits = [z.reshape(common, -1).view(np.uint8).reshape(common, -1) if z.size else None for z in (x, y)]
+        if bits[0] is not None and bits[1] is not None:
+            same &= (bits[0] == bits[1]).all(1)
+    if not same.all():
+        at = int(np.argmin(same))
+        return min(numbers[0][at], numbers[1][at]).item()
+    if counts[0] != counts[1]:
+        longer = numbers[0] if counts[0] > counts[1] else numbers[1]
+        return longer[common].item()
+    return None
 
 
 def activity(group: Group) -> dict[int, Activity]:
@@ -160,6 +252,15 @@ class _Rows:
             (n, {c: np.moveaxis(x[part], 1, 0).copy() if c.runs else x[part] for c, x in self.data.items()})
             for n, part in zip(numbers.tolist(), parts, strict=True)
         ]
+
+    def times(self, data: Data, lane: int, column: Column) -> Iterable[tuple[Array, Array]]:
+        """Return the times of the events in these rows for one of their runs, and the values of a step."""
+        valid = self.schema.valid
+        kept: Any = slice(None)
+        if valid is not None:
+            happened = data[valid][lane] if valid.runs else data[valid]
+            kept = happened.reshape(len(happened), -1).any(1)
+        yield data[WALL][kept], (data[column][lane] if column.runs else data[column])[kept]
 
     def add_to(self, chunks: Chunks, data: Data, lane: int) -> None:
         """Add the events in these rows, for one of the runs that share them; it may have none of them."""

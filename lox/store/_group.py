@@ -54,6 +54,9 @@ class Entry(NamedTuple):
     key_data: tuple[int, ...] | None
     key_impl: str | None
     config: Any
+    resumed: tuple[str, Any] | None = (
+        None  # a step and its number, from which on what earlier attempts have is replaced
+    )
 
     def to_line(self) -> bytes:
         """Return one line of ASCII."""
@@ -69,6 +72,8 @@ class Entry(NamedTuple):
             "key": prng_key,
             "config": self.config,
         }
+        if self.resumed is not None:
+            line["resumed"] = list(self.resumed)
         try:
             json.dumps(self.config, allow_nan=False)
         except ValueError:
@@ -97,12 +102,22 @@ class Entry(NamedTuple):
                 data,
                 None if prng_key is None else str(prng_key["impl"]),
                 _from_text(line["config"]) if line.get("infinite") else line["config"],
+                _resumed(line.get("resumed")),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a run: {error}") from error
         if not (0 <= entry.number < 2**31 and 0 <= entry.opened < _FAR_FUTURE):
             raise ValueError("not a run: an impossible number")
         return entry
+
+
+def _resumed(given: Any) -> tuple[str, Any] | None:
+    if given is None:
+        return None
+    name, number = given
+    if not isinstance(name, str) or not isinstance(number, int | float):
+        raise ValueError("not a step")
+    return name, number
 
 
 def _as_text(value: Any) -> Any:

@@ -16,7 +16,7 @@ from lox._engine import _selection
 from lox.store import _from_rows, _group, _open
 from lox.store._catalog import Catalog, Record
 from lox.store._from_rows import Chunks, Select
-from lox.store._group import WAY_OUT, Group
+from lox.store._group import WAY_OUT, Entry, Group
 from lox.store._prng_keys import words_of
 from lox.store._segment import DamagedRowsError, SegmentReader, open_file
 from lox.store._table import Activity, Run, RunTable, Where, flat_config
@@ -112,7 +112,7 @@ class Reader:
         if damaged not in ("error", "skip"):
             raise _errors.OptionError(f"`damaged` is {damaged!r}; choose 'error' or 'skip'.")
         self.path = Path(path).absolute()
-        self._skips, self._wall = damaged == "skip", False
+        self._skips, self._wall, self._attempts = damaged == "skip", False, "newest"
         self._catalog = Catalog(self.path)
         self._polled: dict[SegmentReader, int] = {}
         self._activity: dict[str, dict[int, Activity]] = {}  # by group
@@ -135,7 +135,8 @@ class Reader:
         opened = datetime.datetime.fromtimestamp(first.opened, datetime.UTC)
         config = next((e.config for e in reversed(record.entries) if e.config is not None), None)
         attempts = len(record.entries)
-        return Run(record.name, last.key_data, last.key_impl, config, opened, attempts, self._look_at)
+        looks = (self._look_at, self._comparison)
+        return Run(record.name, last.key_data, last.key_impl, config, opened, attempts, *looks)
 
     def _look_at(self, name: str) -> tuple[Activity, str]:
         """Return how many events a run has and when, and its state."""
@@ -210,14 +211,58 @@ class Reader:
         return {self._catalog.groups[id_]: by_group[id_] for id_ in sorted(by_group)}
 
     def _logs(self, name: str, select: Select) -> logdict:
+        return _from_rows.to_logdict(self._chunks_of(self._catalog.records[name], select))
+
+    def _chunks_of(self, record: Record, select: Select) -> Chunks:
+        """Return the events of a run; of each step, those of the newest attempt that computed it."""
         chunks: Chunks = {}
-        for entry in self._catalog.records[name].entries:
-            group = self._catalog.groups[entry.group]
-            _merge(chunks, self._intact(_from_rows.of_run, group, entry.number, select, None, self._wall))
-        return _from_rows.to_logdict(chunks)
+        for number, entry in enumerate(record.entries):
+            part = self._read(entry, select, timed=any(e.resumed for e in record.entries))
+            for later in record.entries[number + 1 :] if self._attempts == "newest" else ():
+                part = self._without_replaced(part, entry, later)
+            if self._attempts == "all":
+                part = _from_rows.with_step(part, "attempt", number)
+            _merge(chunks, part)
+        return chunks
+
+    def _read(self, entry: Entry, select: Select, timed: bool) -> Chunks:
+        group = self._catalog.groups[entry.group]
+        return self._intact(_from_rows.of_run, group, entry.number, select, None, self._wall, timed)
+
+    def _without_replaced(self, chunks: Chunks, entry: Entry, later: Entry, replaced: bool = False) -> Chunks:
+        if later.resumed is None:
+            return {} if replaced else chunks
+        group = self._catalog.groups[entry.group]
+        since = self._intact(_from_rows.replaced_since, group, entry.number, *later.resumed)
+        return _from_rows.kept(chunks, *later.resumed, since, replaced)
+
+    def _comparison(self, name: str) -> str | None:
+        """Compare what attempts of a run have computed again with what they replace, bit by bit."""
+        entries = self._catalog.records[name].entries
+        if not any(entry.resumed for entry in entries):
+            return None
+        everything = lambda key: True  # noqa: E731
+        for entry in entries:
+            self._catalog.groups[entry.group].scan()
+        parts = [self._read(entry, everything, timed=True) for entry in entries]
+        found: list[tuple[Any, str]] = []
+        for n, later in enumerate(entries):
+            for m in range(n) if later.resumed is not None else ():
+                old = self._without_replaced(parts[m], entries[m], later, replaced=True)
+                for between in entries[m + 1 : n]:
+                    old = self._without_replaced(old, entries[m], between)
+                assert later.resumed is not None
+                step = later.resumed[0]
+                for key in old.keys() & parts[n].keys():
+                    at = _from_rows.first_difference(old[key], parts[n][key], step)
+                    if at is not None:
+                        found.append((at, f"differs from {step}={at} on ({key!r})"))
+        return min(found)[1] if found else "resumed exactly"
 
     def _chunks_of_all(self, names: list[str], select: Select) -> dict[str, Chunks]:
         records = [self._catalog.records[name] for name in names]
+        if self._attempts == "all" or any(entry.resumed for record in records for entry in record.entries):
+            return {record.name: self._chunks_of(record, select) for record in records}
         chunks: dict[str, Chunks] = {name: {} for name in names}
         by_entry: dict[tuple[str, int], Chunks] = {}
         for group, wanted in self._by_group(records).items():
@@ -345,6 +390,7 @@ def load(
     damaged: str = "error",
     where: Where | None = None,
     wall: bool = False,
+    attempts: str = "newest",
 ) -> Any:
     """Read logs from a directory that a `SaveLogger` or `lox.save` wrote to.
 
@@ -366,6 +412,8 @@ def load(
         where: Load only runs with these values in their config: a dict, `{"lr": 0.1}`; or a function of a
             `lox.store.Run`.
         wall: Whether to add the time of each event, in seconds since 1970, as a step called `wall`.
+        attempts: Of a run that was resumed, `"newest"` gives each step as it was computed last; `"all"` gives
+            everything, with the number of the attempt as a step called `attempt`.
 
     Returns:
         A `logdict` of NumPy arrays in which every key has an event axis. Without `key`, if the directory has several
@@ -381,7 +429,9 @@ def load(
     argnames = None if argnames is None else _selection.names("argnames", argnames)
     select = _selector(argnames)
     reader = Reader(path, damaged)
-    reader._wall = wall
+    if attempts not in ("newest", "all"):
+        raise _errors.OptionError(f"`attempts` is {attempts!r}; choose 'newest' or 'all'.")
+    reader._wall, reader._attempts = wall, attempts
     reader._open_for_loading()
     records = reader._catalog.records
     if not records:

@@ -46,6 +46,7 @@ class Run:
     opened: datetime.datetime
     attempts: int = 1
     _look: Callable[[str], tuple[Activity, str]] | None = dataclasses.field(default=None, repr=False, compare=False)
+    _compare: Callable[[str], str | None] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def key(self) -> Any:
@@ -73,6 +74,11 @@ class Run:
     def state(self) -> str:
         """Whether it is "running", "finished", "failed" (by an exception), or was "killed"."""
         return self._found()[1]
+
+    @property
+    def resumed(self) -> str | None:
+        """If it was resumed: "resumed exactly", or from which step on, and in which key, the new attempt differs."""
+        return None if self._compare is None else self._compare(self.name)
 
     def _found(self) -> tuple[Activity, str]:
         return (Activity(0, math.nan, math.nan), "finished") if self._look is None else self._look(self.name)
@@ -145,11 +151,12 @@ class RunTable(Sequence[Run]):
                 "first": run.first,
                 "last": run.last,
                 "state": run.state,
+                "resumed": run.resumed,
             }
             for run, config in zip(self._runs, configs, strict=True)
         ]
         names = dict.fromkeys(f"config.{name}" for config in configs for name in config)
-        order = ["name", "key", *names, "attempts", "events", "opened", "first", "last", "state"]
+        order = ["name", "key", *names, "attempts", "events", "opened", "first", "last", "state", "resumed"]
         return pd.DataFrame(rows, columns=order)
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
@@ -168,7 +175,8 @@ class RunTable(Sequence[Run]):
             config = next(rest)
             values = [_short(config[name]) if name in config else "" for name in names]
             times = [f"{t:%Y-%m-%d %H:%M:%S}" if t else "" for t in (run.first, run.last)]
-            rows.append([run.name, _key(run), *values, str(run.attempts), str(run.events), *times, run.state])
+            state = run.state if run.attempts == 1 or not run.resumed else f"{run.state}, {run.resumed}"
+            rows.append([run.name, _key(run), *values, str(run.attempts), str(run.events), *times, state])
         titles = ["name", "key", *names, "attempts", "events", "first", "last", "state"]
         clean = lambda text: _errors.printable(text)[:_WIDEST]  # noqa: E731
         return list(map(clean, titles)), [list(map(clean, row)) for row in rows]

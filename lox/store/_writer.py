@@ -169,8 +169,13 @@ class Writer:
         key_impl: str | None = None,
         configs: Sequence[Any] | None = None,
         mode: str = "new",
+        resumed: Sequence[tuple[str, Any]] | None = None,
     ) -> Array:
-        """Open many runs at once, by names or PRNG keys `(run, words)`, with a configuration for each."""
+        """Open many runs at once, by names or PRNG keys `(run, words)`, with a configuration for each.
+
+        With `resumed`, they are runs to go on with, each from a step with a name and a number on: what they already
+        have from there on is hidden, because it is computed again.
+        """
         mode = _catalog.check_mode(mode)
         wanted = bases = [names.UNNAMED] if run_names is None else list(run_names)
         words: list[Any] = [None] * len(bases)
@@ -187,13 +192,16 @@ class Writer:
         with self._lock:
             self._check_open()
             self._catalog.refresh()
-            chosen = _catalog.choose_names(self._catalog, bases, wanted, mode)
+            if resumed is None:
+                chosen = _catalog.choose_names(self._catalog, bases, wanted, mode)
+            else:
+                chosen = _catalog.choose_resumed(self._catalog, bases, wanted)
             order, opened = self._catalog.next_order(), self._tick()
             first, here = len(self.run_names), self.group.name
-            runs = zip(chosen, wanted, bases, words, configs, strict=True)
+            runs = zip(chosen, wanted, bases, words, configs, resumed or [None] * len(bases), strict=True)
             entries = [
-                Entry(here, number, name, title, base, run_mode, order, opened, prng_key, impl, config)
-                for number, ((name, run_mode), title, base, prng_key, config) in enumerate(runs, first)
+                Entry(here, number, name, title, base, run_mode, order, opened, prng_key, impl, config, step)
+                for number, ((name, run_mode), title, base, prng_key, config, step) in enumerate(runs, first)
             ]
             self._write_lines(b"".join(entry.to_line() for entry in entries))
             self._catalog.refresh()  # another process may have chosen the same names at the same moment

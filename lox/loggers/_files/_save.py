@@ -78,7 +78,9 @@ class SaveLogger(Logger):
             _open.register(self.path, self._pipeline.catch_up, self.close)
         words, configs = np.stack([run.key for run in runs]), [run.config or None for run in runs]
         try:
-            numbers = self._writer.open_runs([run.name for run in runs], words, runs[0].impl, configs, self.mode)
+            resumed = [run.resumed for run in runs if run.resumed is not None] or None
+            names = [run.name for run in runs]
+            numbers = self._writer.open_runs(names, words, runs[0].impl, configs, self.mode, resumed)
         finally:
             if not self._unfinished and not self._writer.run_names:
                 self._close_writer()
