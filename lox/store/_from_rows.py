@@ -152,8 +152,14 @@ def first_difference(old: list[Chunk], new: list[Chunk], step: str) -> Any:
     numbers = [x[order] for x, order in zip(numbers, orders, strict=True)]
     if not len(numbers[0]) or not len(numbers[1]):
         return None
-    last = min(numbers[0][-1], numbers[1][-1])
-    counts = [int(np.searchsorted(x, last, "right")) for x in numbers]
+    # Only steps that both have reached: an attempt may begin earlier, or may have ended earlier.
+    first, last = max(x[0] for x in numbers), min(x[-1] for x in numbers)
+    if first > last:
+        return None
+    spans = [slice(int(np.searchsorted(x, first)), int(np.searchsorted(x, last, "right"))) for x in numbers]
+    orders = [order[span] for order, span in zip(orders, spans, strict=True)]
+    numbers = [x[span] for x, span in zip(numbers, spans, strict=True)]
+    counts = [len(x) for x in numbers]
     common = min(counts)
     same = numbers[0][:common] == numbers[1][:common]
     for a, b in zip(jax.tree.leaves(before.events), jax.tree.leaves(after.events), strict=False):
