@@ -155,7 +155,7 @@ PROGRAM = """
         first, w = 0, jnp.arange(2.0)
         states = jax.vmap(logger.init)(keys)
     print("ready", flush=True)
-    while first < 200:
+    while first < 3000:
         w = steps(states, w, first)
         first += 10
         if first % 30 == 0:
@@ -181,9 +181,10 @@ def test_kill_a_training_and_resume_it(tmp_path: Any) -> None:
         assert process.wait() == 0
     expected = lox.load(tmp_path / "whole" / "runs", jax.vmap(jax.random.key)(jnp.arange(2)))
     rng = random.Random(0)
-    kills = 0
+    kills = rounds = 0
     while kills < int(os.environ.get("LOX_KILLS", 10)):
-        path = tmp_path / f"{kills}"
+        path = tmp_path / f"{rounds}"
+        rounds += 1
         path.mkdir()
         for _ in range(50):
             with start(path, 0.0) as process:
