@@ -153,7 +153,8 @@ PROGRAM = """
         states = jax.vmap(lambda key: logger.resume(key, step=first))(keys)
     else:
         first, w = 0, jnp.arange(2.0)
-        states = jax.vmap(logger.init)(keys)
+        begun = os.path.isdir(directory) and len(lox.runs(directory)) > 0  # and killed before the first checkpoint
+        states = jax.vmap(lambda key: logger.resume(key, step=0) if begun else logger.init(key))(keys)
     print("ready", flush=True)
     while first < 3000:
         w = steps(states, w, first)

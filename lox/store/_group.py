@@ -37,6 +37,9 @@ _RECENT = 60.0  # seconds after a write in which a writer on another machine is 
 _LARGEST_META, _LARGEST_RUNS = 16 << 20, 512 << 20  # bytes
 _FAR_FUTURE = 2.0e11  # larger times cannot be dates
 
+_CRC, _CRC_SIZE = b', "crc": "%08x"}', 20  # the end of a line
+_NEW = ("crc", "title", "order", "end")  # what lines of format 1, which have no checksum, do not have
+
 WAY_OUT = "Choose another directory, or make this one writable."
 
 
@@ -54,9 +57,8 @@ class Entry(NamedTuple):
     key_data: tuple[int, ...] | None
     key_impl: str | None
     config: Any
-    resumed: tuple[str, Any] | None = (
-        None  # a step and its number, from which on what earlier attempts have is replaced
-    )
+    # A step and its number, from which on what earlier attempts have is replaced.
+    resumed: tuple[str, Any] | None = None
 
     def to_line(self) -> bytes:
         """Return one line of ASCII."""
@@ -78,14 +80,12 @@ class Entry(NamedTuple):
             json.dumps(self.config, allow_nan=False)
         except ValueError:
             line |= {"config": _as_text(self.config), "infinite": True}
-        return json.dumps(line | {"crc": checksum(line)}).encode() + b"\n"
+        return _with_checksum(line)
 
     @classmethod
     def from_json(cls, line: Any, group: str) -> "Entry":
         """Undo `to_line`, given the parsed line; raise a ValueError for anything else."""
         try:
-            if line.pop("crc", None) != checksum(line) and "title" in line:  # format 1 had neither
-                raise ValueError("it does not have the checksum that it was written with")
             prng_key = line["key"]
             data = None if prng_key is None else tuple(map(int, prng_key["data"]))
             if data is not None and (not 0 < len(data) <= 64 or min(data) < 0 or max(data) >= 2**32):
@@ -145,15 +145,27 @@ class End(NamedTuple):
     def to_line(self, runs: list[int]) -> bytes:
         """Return one line of ASCII for all runs that ended so."""
         line = {"end": runs, "at": self.at, "failure": self.failure}
-        return json.dumps(line | {"crc": checksum(line)}).encode() + b"\n"
+        return _with_checksum(line)
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> "dict[int, End]":
         """Undo `to_line`, given the parsed line; raise a ValueError for anything else."""
-        if line.pop("crc", None) != checksum(line):
-            raise ValueError("not the end of a run: it does not have the checksum that it was written with")
         end = cls(float(line["at"]), line["failure"])
         return {int(number): end for number in line["end"]}
+
+
+def _with_checksum(line: dict[str, Any]) -> bytes:
+    """Return a line of ASCII that ends with the checksum of the rest."""
+    text = json.dumps(line).encode()
+    return text[:-1] + _CRC % zlib.crc32(text) + b"\n"
+
+
+def _check(raw: bytes, line: Any) -> None:
+    """Raise a ValueError if a line is not JSON, or does not have the checksum that it was written with."""
+    if line is None:
+        raise ValueError("not JSON")
+    if raw[-_CRC_SIZE:] != _CRC % zlib.crc32(raw[:-_CRC_SIZE] + b"}") and any(name in line for name in _NEW):
+        raise ValueError("not the checksum that it was written with")
 
 
 def checksum(value: Any) -> str:
@@ -317,8 +329,10 @@ class Group:
         whole = text.rfind(b"\n") + 1  # the last line may still be on its way
         self._runs_read += whole
         known, damaged = {entry.number for entry in self.entries}, []
-        for line in _parse_lines(text[:whole]):
+        lines = text[:whole].splitlines()
+        for raw, line in zip(lines, _parse(lines), strict=True):
             try:
+                _check(raw, line)
                 if isinstance(line, dict) and "end" in line:
                     self.ends |= End.from_json(line)
                     continue
@@ -416,9 +430,8 @@ class Group:
             raise _errors.cannot_write(self.folder, error, WAY_OUT) from error
 
 
-def _parse_lines(text: bytes) -> list[Any]:
+def _parse(lines: list[bytes]) -> list[Any]:
     """Parse each line; None for those that are damaged."""
-    lines = text.splitlines()
     with contextlib.suppress(ValueError, RecursionError):
         parsed = json.loads(b"[" + b",".join(lines) + b"]")  # twice as fast as line by line
         if len(parsed) == len(lines):

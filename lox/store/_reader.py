@@ -570,7 +570,7 @@ def _cut(file: Path, end: int, damaged: bool, empty: bool) -> None:
         )
     try:
         if damaged:
-            with open_file(file) as segment, open(f"{file}.damaged", "xb") as rest:
+            with open_file(file) as segment, open(f"{file}.damaged", "ab") as rest:
                 segment.seek(end)
                 shutil.copyfileobj(segment, rest)
         if empty:
