@@ -111,9 +111,9 @@ def test_runs_with_the_same_prng_key(tmp_path: Any) -> None:
     for run_info in lox.runs(tmp_path):
         logs = lox.load(tmp_path, run_info.name)
         assert logs.step["loss"].tolist() == list(range(8)) and run_info.attempts == 2
-    with pytest.raises(lox.RunNotFoundError, match=r"'7 lr=0.1' and '7 lr=0.2': give `resume` the config or the name"):
+    with pytest.raises(lox.RunNotFoundError, match=r"'7 lr=0.1' and '7 lr=0.2'. Give `resume` the config or the name"):
         lox.SaveLogger(tmp_path).resume(key, step=3)
-    with pytest.raises(lox.RunNotFoundError, match=r"cannot resume '9' in .*: it has no run"):
+    with pytest.raises(lox.RunNotFoundError, match=r"cannot resume '9' in .*: there is no run"):
         lox.SaveLogger(tmp_path).resume(jax.random.key(9), step=3)
 
 
@@ -150,11 +150,9 @@ PROGRAM = """
     if os.path.exists(checkpoint):
         saved = np.load(checkpoint)
         first, w = int(saved["first"]), jnp.asarray(saved["w"])
-        states = jax.vmap(lambda key: logger.resume(key, step=first))(keys)
     else:
         first, w = 0, jnp.arange(2.0)
-        begun = os.path.isdir(directory) and len(lox.runs(directory)) > 0  # and killed before the first checkpoint
-        states = jax.vmap(lambda key: logger.resume(key, step=0) if begun else logger.init(key))(keys)
+    states = jax.vmap(lambda key: logger.resume(key, step=first))(keys)
     print("ready", flush=True)
     while first < 3000:
         w = steps(states, w, first)

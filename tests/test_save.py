@@ -57,7 +57,8 @@ def test_quick_start_loggers(tmp_path, monkeypatch):
     y = multi_logger.tap(with_steps, multi_logger_state)(xs)
     assert int(y) == 3
     assert [run.name for run in lox.runs(".lox")] == ["0", "0.1"]  # neither asks nor overwrites
-    check_carry(lox.load(".lox", prng_key))
+    with pytest.warns(lox.LoxWarning, match="2 runs, '0' and '0.1': the newest is loaded"):
+        check_carry(lox.load(".lox", prng_key))
     for name in ("0", "0.1"):
         check_carry(lox.load(".lox", name))
     multi_logger.close()

@@ -972,7 +972,7 @@ def test_the_time_decides_what_is_overwritten():
     """Not the age of the group: an old writer may begin a run after another one has overwritten its first."""
     entries = [
         entry("old", "42", "42", "new", 1.0, 0),
-        entry("young", "42", "42", "overwrite", 2.0),
+        entry("young", "42", "42", "overwrite", 2.0)._replace(began=True),
         entry("old", "42.1", "42", "new", 3.0, 1),
     ]
     actual = resolve(entries)

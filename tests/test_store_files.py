@@ -278,7 +278,7 @@ def test_damage_in_the_middle(tmp_path):
     data[schema + 100] ^= 255  # the header of the first batch
     segment.write_bytes(data)
     with pytest.warns(lox.LoxWarning, match="no batch begins here"):
-        lox.load(tmp_path)
+        lox.load(tmp_path).stack()
     lox.store.repair(tmp_path)
     assert segment.stat().st_size == schema
     assert segment.with_name(segment.name + ".damaged").read_bytes() == data[schema:]

@@ -1,19 +1,28 @@
-"""The runs of a directory, from the entries of all its groups.
+"""The runs of a directory, from the entries of all its groups, or of those that matter.
 
-There is no lock, so the order of the entries decides: if two runs get the same name at the same moment, the later one
-gets the next number, whenever it is read. The entry of a run hides the runs that it overwrites at once, whatever then
-happens to their files.
+Writers open runs under a lock, so that no two of them choose the same name. Where a file system has no locks, the order
+of the entries decides: if two runs get the same name at the same moment, the later one gets the next number, whenever
+it is read. The entry of a run that overwrites others hides them as soon as it has events, whatever then happens to
+their files.
 """
 
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lox import _errors
-from lox.store import _group, names
+from lox.store import _group, _index, names
 from lox.store._group import Entry, Group
+from lox.store._index import Index
+from lox.store._table import has_values
 
 MODES = ("new", "append", "overwrite", "error")
 _LIKE_OPEN = {"a": "append", "w": "overwrite", "x": "error"}  # the modes of `open`
+_PATIENCE = 10.0  # seconds to wait for a lock; somebody who holds it longer is suspended
 
 
 class Record(NamedTuple):
@@ -24,56 +33,216 @@ class Record(NamedTuple):
     entries: list[Entry]
 
 
+class Resolution:
+    """The runs that entries make, in the order in which they were begun."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.attempts: dict[str, list[str]] = {}  # names, by base
+        self.taken = names.Taken()
+        self.last: Any = ()  # where the last entry stands in the order
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Add entries that come after all others."""
+        for entry in sorted(entries, key=_place):
+            self.last = _place(entry)
+            attempts = self.attempts.setdefault(entry.base, [])
+            if entry.mode == "overwrite":
+                if not entry.began:
+                    continue  # it has no event yet, and perhaps never will
+                for name in attempts:
+                    del self.records[name]
+                    self.taken.names.discard(name)
+                attempts.clear()
+            if entry.mode in ("append", "resume") and entry.name in attempts:
+                self.records[entry.name].entries.append(entry)
+                continue
+            name = self.taken.take(entry.name if entry.name not in self.taken.names else entry.title)
+            self.records[name] = Record(name, entry.base, [entry])
+            attempts.append(name)
+
+
+def _place(entry: Entry) -> Any:
+    return entry.order, entry.opened, entry.group, entry.number
+
+
 class Catalog:
-    """The runs of a directory; `refresh` looks for new ones."""
+    """The runs of a directory. `refresh` reads all groups, `look_up` only those that matter for some runs."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.groups: dict[str, Group] = {}
-        self.records: dict[str, Record] = {}
+        self._resolution = Resolution()
+        self._resolved: dict[str, tuple[int, int]] = {}  # how many entries of each group, and how many began
+        self._index: Index | None = None  # of the last look-up
+
+    @property
+    def records(self) -> dict[str, Record]:
+        """The runs by name, oldest first."""
+        return self._resolution.records
+
+    @property
+    def attempts(self) -> dict[str, list[str]]:
+        """The names of runs by what identifies them."""
+        return self._resolution.attempts
 
     def refresh(self) -> None:
         """Read what is new in the directory."""
-        ids = _group.groups_in(self.folder)
+        self._index = None
+        self._read(_group.groups_in(self.folder))
+
+    def look_up(self, bases: Iterable[str] = (), run_names: Iterable[str] = ()) -> None:
+        """Read what is new of the runs with these bases or names. What `records` says about others may be old."""
+        index = _index.load(self.folder)
+        if index is None or index.is_ambiguous:
+            return self.refresh()
+        run_names = set(run_names)
+        if run_names:
+            self._read(_group.groups_in(self.folder, without=index.ids))
+            bases = {*bases, *(entry.base for entry in self._entries() if entry.name in run_names)}
+        wanted = index.groups_of(bases, run_names)
+        self._read(_group.groups_in(self.folder, without=index.ids - wanted))
+        self._index = index
+
+    def _read(self, ids: list[str]) -> None:
         self.groups = {id_: self.groups.get(id_) or Group(self.folder / id_) for id_ in ids}
         for group in self.groups.values():
             group.read_runs()
-        entries = [entry for group in self.groups.values() for entry in group.entries]
-        self.records = resolve(entries)
+        known = {id_: self._resolved.get(id_, (0, 0)) for id_ in self.groups}
+        now = {id_: (len(group.entries), group.began) for id_, group in self.groups.items()}
+        new = [entry for id_, group in self.groups.items() for entry in group.entries[known[id_][0] :]]
+        same_before = self._resolved.keys() <= now.keys() and all(now[i][1] == known[i][1] for i in self._resolved)
+        if not same_before or any(_place(entry) < self._resolution.last for entry in new):
+            self._resolution = Resolution()
+            new = list(self._entries())
+        self._resolution.add(new)
+        self._resolved = now
+
+    # --- for writers ---
+
+    def locked(self) -> contextlib.AbstractContextManager[bool]:
+        """Let nobody else begin runs in the directory; false if the file system cannot do so."""
+        return _lock(self.folder)
+
+    def update_index(self) -> None:
+        """Take finished groups into the index if there are many that are not in it; under the lock."""
+        index = self._index or _index.load(self.folder) or (Index() if _index.usable() else None)
+        ids = _group.groups_in(self.folder)
+        if index is None or sum(id_ not in index.ids for id_ in ids) <= _index.FEW:
+            return
+        others = [self.groups.get(id_) or Group(self.folder / id_) for id_ in ids if id_ not in index.ids]
+        finished = [group for group in others if group.is_over()]
+        for group in finished:
+            group.read_runs()
+        if len(finished) > _index.FEW:
+            index.change(finished, index.ids.difference(ids))
+            index.save(self.folder)
 
     def next_order(self) -> int:
         """Return the place of an entry that is written now, after all others."""
-        return 1 + max((entry.order for group in self.groups.values() for entry in group.entries), default=0)
+        last = max((group.last_order for group in self.groups.values()), default=0)
+        return 1 + max(last, self._index.last_order() if self._index else 0)
 
-    def dead_groups(self) -> list[Group]:
-        """Return the groups whose runs are all overwritten."""
+    def taken(self, titles: Iterable[str]) -> names.Taken:
+        """Return the names that are taken, as far as they may be chosen for these titles."""
+        return names.Taken(self._indexed_names(titles), self._resolution.taken.names)
+
+    def _indexed_names(self, titles: Iterable[str]) -> Iterator[str]:
+        """Return the names like these that runs in groups of the index have, which may be overwritten since."""
+        if self._index is None:
+            return
+        overwritten = {
+            e.base: e.order for e in sorted(self._entries(), key=_place) if e.mode == "overwrite" and e.began
+        }
+        for group, name, base, order in self._index.runs_like(titles):
+            if overwritten.get(base, -1) < order and (self.folder / group).is_dir():
+                yield name
+
+    def _entries(self) -> Iterator[Entry]:
+        for group in self.groups.values():
+            yield from group.entries
+
+    def dead_groups(self, bases: Iterable[str]) -> list[Group]:
+        """Return the groups that had runs with these bases, and whose runs are all overwritten."""
+        self.look_up(bases)
+        bases = set(bases)
+        concerned = [group.id for group in self.groups.values() if any(e.base in bases for e in group.entries)]
+        if self._index is not None:
+            self.look_up({entry.base for id_ in concerned for entry in self.groups[id_].entries})
         living = {entry.group for record in self.records.values() for entry in record.entries}
-        return [group for group in self.groups.values() if group.entries and group.id not in living]
-
-    def newest(self, base: str) -> Record | None:
-        """Return the last attempt of a run."""
-        return next((record for record in reversed(self.records.values()) if record.base == base), None)
+        waiting = {id_ for id_, group in self.groups.items() if any(_is_waiting(entry) for entry in group.entries)}
+        return [self.groups[id_] for id_ in concerned if id_ in self.groups and id_ not in living | waiting]
 
 
-def resolve(entries: list[Entry]) -> dict[str, Record]:
-    """Return the runs that these entries make, in the order in which they were begun."""
-    records: dict[str, Record] = {}
-    bases: dict[str, list[str]] = {}
-    taken = names.Taken()
-    for entry in sorted(entries, key=lambda e: (e.order, e.opened, e.group, e.number)):
-        attempts = bases.setdefault(entry.base, [])
-        if entry.mode == "overwrite":
-            for name in attempts:
-                del records[name]
-                taken.names.discard(name)
-            attempts.clear()
-        if entry.mode in ("append", "resume") and entry.name in attempts:
-            records[entry.name].entries.append(entry)
-            continue
-        name = taken.take(entry.name if entry.name not in taken.names else entry.title)
-        records[name] = Record(name, entry.base, [entry])
-        attempts.append(name)
-    return records
+def _is_waiting(entry: Entry) -> bool:
+    """Tell whether a run will overwrite others as soon as it has an event."""
+    return entry.mode == "overwrite" and not entry.began
+
+
+def resolve(entries: Iterable[Entry]) -> dict[str, Record]:
+    """Return the runs that these entries make."""
+    resolution = Resolution()
+    resolution.add(entries)
+    return resolution.records
+
+
+# --- the lock ---
+
+
+_held = threading.local()  # the directories that a thread has locked
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[bool]:
+    """Lock a directory, if its file system can do so; the lock of a process that dies is free at once."""
+    held: set[Path] = _held.__dict__.setdefault("folders", set())
+    if folder in held:  # a writer was collected, and closed, under the lock
+        yield True
+        return
+    descriptor = _locked(folder)
+    if descriptor is None:
+        yield False
+        return
+    held.add(folder)
+    try:
+        yield True
+    finally:
+        held.discard(folder)
+        _unlock(descriptor)
+
+
+def _locked(folder: Path) -> int | None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.002)
+                continue
+        except OSError:
+            pass  # no locks here
+        os.close(descriptor)
+        return None
+
+
+def _unlock(descriptor: int) -> None:
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has a copy of the descriptor
+    os.close(descriptor)
+
+
+# --- which runs a writer gets ---
 
 
 def check_mode(mode: str) -> str:
@@ -84,48 +253,62 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def choose_resumed(catalog: Catalog, bases: list[str], wanted: list[str]) -> list[tuple[str, str]]:
-    """Choose the runs to resume: the newest that have these PRNG keys, and these names if there are several."""
-    by_base: dict[str, list[Record]] = {}
-    for record in catalog.records.values():
-        by_base.setdefault(record.base, []).append(record)
-    chosen: list[str] = []
-    for base, title in zip(bases, wanted, strict=True):
-        found = by_base.get(base, [])
-        titles = {record.entries[0].title for record in found}
-        if len(titles) > 1:
-            found = [record for record in found if record.entries[0].title == title]
-        found = [record for record in found if record.name not in chosen]
-        if not found:
-            there = _errors.listing([record.name for record in by_base.get(base, [])])
-            why = (
-                f"its PRNG key has the runs {there}: give `resume` the config or the name"
-                if titles
-                else "it has no run"
+def choose_resumed(
+    catalog: Catalog, bases: Sequence[str], wanted: Sequence[str], configs: Sequence[Any], steps: Sequence[Any]
+) -> list[tuple[str, str]]:
+    """Choose the runs to resume: the newest that have these PRNG keys, and these names or configs if there are several.
+
+    A run that does not exist is begun if it is resumed at step 0, which is what a program without a checkpoint does.
+    """
+    taken = catalog.taken(wanted)
+    chosen: list[tuple[str, str]] = []
+    for base, title, config, (_, number) in zip(bases, wanted, configs, steps, strict=True):
+        there = [catalog.records[name] for name in catalog.attempts.get(base, [])]
+        found = [record for record in there if (record.name, "resume") not in chosen]
+        if len(found) > 1:
+            found = [record for record in found if record.entries[0].title == title] or found
+        if len({repr(_config(record)) for record in found}) > 1:
+            found = [record for record in found if config and has_values(_config(record), config)]
+        if len({repr(_config(record)) for record in found}) > 1 or (there and not found):
+            several = _errors.listing([record.name for record in there])
+            raise _errors.RunNotFoundError(
+                f"cannot resume {title!r} in {str(catalog.folder)!r}: its PRNG key has the runs {several}. "
+                "Give `resume` the config or the name of one of them."
             )
-            raise _errors.RunNotFoundError(f"cannot resume {title!r} in {str(catalog.folder)!r}: {why}.")
-        chosen.append(found[-1].name)
-    return [(name, "resume") for name in chosen]
+        if found:
+            chosen.append((found[-1].name, "resume"))
+        elif number <= 0:
+            chosen.append((taken.take(title), "new"))
+        else:
+            raise _errors.RunNotFoundError(
+                f"cannot resume {title!r} in {str(catalog.folder)!r}: there is no run with its PRNG key. "
+                "Check the path and the PRNG key; `init` begins a run."
+            )
+    return chosen
 
 
-def choose_names(catalog: Catalog, bases: list[str], wanted: list[str], mode: str) -> list[tuple[str, str]]:
+def _config(record: Record) -> Any:
+    return next((e.config for e in reversed(record.entries) if e.config is not None), None)
+
+
+def choose_names(catalog: Catalog, bases: Sequence[str], wanted: Sequence[str], mode: str) -> list[tuple[str, str]]:
     """Choose the names and modes of runs that are opened now.
 
     Runs that are opened together are different runs, even if they have the same PRNG key.
     """
-    taken = names.Taken(catalog.records)
-    newest = {record.base: record.name for record in catalog.records.values()}
+    taken = catalog.taken(wanted)
+    newest = {base: catalog.attempts[base][-1] for base in bases if catalog.attempts.get(base)}
     chosen: set[str] = set()
     result = []
     if mode == "overwrite":
-        taken.names -= {record.name for record in catalog.records.values() if record.base in {*bases}}
+        taken.free(name for base in bases for name in catalog.attempts.get(base, []))
     for base, name in zip(bases, wanted, strict=True):
         if mode == "error" and base in newest:
             raise _errors.RunExistsError(
                 f"the run {newest[base]!r} is already in {str(catalog.folder)!r}.\n"
                 'Use another PRNG key or directory, or one of mode="new", "append" and "overwrite".'
             )
-        run_mode = "new" if base in chosen else mode
+        run_mode = "new" if base in chosen or (mode == "overwrite" and base not in newest) else mode
         name = newest[base] if run_mode == "append" and base in newest else taken.take(name)
         chosen.add(base)
         newest[base] = name

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import zlib
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ _LARGEST_META, _LARGEST_RUNS = 16 << 20, 512 << 20  # bytes
 _FAR_FUTURE = 2.0e11  # larger times cannot be dates
 
 _CRC, _CRC_SIZE = b', "crc": "%08x"}', 20  # the end of a line
-_NEW = ("crc", "title", "order", "end")  # what lines of format 1, which have no checksum, do not have
+_NEW = ("crc", "title", "order", "end", "begin")  # what lines of format 1, which have no checksum, do not have
 
 WAY_OUT = "Choose another directory, or make this one writable."
 
@@ -59,6 +60,7 @@ class Entry(NamedTuple):
     config: Any
     # A step and its number, from which on what earlier attempts have is replaced.
     resumed: tuple[str, Any] | None = None
+    began: bool = False  # for one that overwrites others: whether it does so already
 
     def to_line(self) -> bytes:
         """Return one line of ASCII."""
@@ -76,6 +78,8 @@ class Entry(NamedTuple):
         }
         if self.resumed is not None:
             line["resumed"] = list(self.resumed)
+        if self.began:
+            line["began"] = True
         try:
             json.dumps(self.config, allow_nan=False)
         except ValueError:
@@ -103,6 +107,8 @@ class Entry(NamedTuple):
                 None if prng_key is None else str(prng_key["impl"]),
                 _from_text(line["config"]) if line.get("infinite") else line["config"],
                 _resumed(line.get("resumed")),
+                # In format 1 there was no waiting.
+                line.get("began") is True or "order" not in line,
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a run: {error}") from error
@@ -154,6 +160,11 @@ class End(NamedTuple):
         return {int(number): end for number in line["end"]}
 
 
+def began_line(runs: list[int]) -> bytes:
+    """Return the line that says that runs overwrite others from now on."""
+    return _with_checksum({"begin": runs})
+
+
 def _with_checksum(line: dict[str, Any]) -> bytes:
     """Return a line of ASCII that ends with the checksum of the rest."""
     text = json.dumps(line).encode()
@@ -195,7 +206,7 @@ def plain(value: Any) -> Any:
 
 
 def create(folder: Path) -> Path:
-    """Create the directory of a new group in `folder`, and `folder` if necessary."""
+    """Create the directory of a new group in `folder`."""
     now = datetime.datetime.now(datetime.UTC)
     while True:
         group = folder / f"{now:%Y%m%dT%H%M%S-%f}-{secrets.token_hex(4)}"
@@ -275,9 +286,11 @@ class Group:
         self.folder, self.id = folder, folder.name
         self.entries: list[Entry] = []
         self.ends: dict[int, End] = {}  # by the number of the run
+        self.began = 0  # how many runs began to overwrite others after they were opened
+        self.last_order = 0
         self.segments: dict[tuple[int, int], SegmentReader] = {}
         self.problems: dict[Path, str] = {}  # what is wrong with which file
-        self._runs_read = 0
+        self._runs_read, self._numbers = 0, set[int]()
 
     def meta(self) -> dict[str, Any] | None:
         """Read meta.json; return None if there is none, and raise an error if it is not lox's."""
@@ -328,7 +341,7 @@ class Group:
             raise _errors.cannot_read(file, error) from error
         whole = text.rfind(b"\n") + 1  # the last line may still be on its way
         self._runs_read += whole
-        known, damaged = {entry.number for entry in self.entries}, []
+        damaged: list[str] = []
         lines = text[:whole].splitlines()
         for raw, line in zip(lines, _parse(lines), strict=True):
             try:
@@ -336,14 +349,20 @@ class Group:
                 if isinstance(line, dict) and "end" in line:
                     self.ends |= End.from_json(line)
                     continue
+                if isinstance(line, dict) and "begin" in line:
+                    began = set(line["begin"])
+                    self.entries = [e._replace(began=True) if e.number in began else e for e in self.entries]
+                    self.began += len(began)
+                    continue
                 entry = Entry.from_json(line, self.id)
             except (ValueError, KeyError, TypeError) as error:
                 damaged.append(str(error))
                 self.problems[file] = f"{str(file)!r}: {len(damaged)} damaged lines ({damaged[0]})"
                 continue
-            if entry.number not in known:
-                known.add(entry.number)
+            if entry.number not in self._numbers:
+                self._numbers.add(entry.number)
                 self.entries.append(entry)
+                self.last_order = max(self.last_order, entry.order)
 
     def scan(self) -> None:
         """Find new segments, and new batches in them."""
@@ -395,6 +414,16 @@ class Group:
             return "finished"
         return "running" if self.is_alive() else "killed"
 
+    def is_over(self) -> bool:
+        """Tell whether certainly nobody writes here any more."""
+        try:
+            meta = self.meta()
+        except _errors.StoreError:
+            return False  # which `load` reports
+        if meta is None:  # it may be on its way
+            return time.time() - self._last_change() > _RECENT
+        return not self.is_alive()
+
     def is_alive(self) -> bool:
         """Tell whether some process may still be writing here."""
         meta = self.meta()
@@ -426,6 +455,8 @@ class Group:
                     (self.folder / name).unlink()
             if not os.listdir(self.folder):
                 self.folder.rmdir()
+        except FileNotFoundError:
+            pass  # somebody else has done it
         except OSError as error:
             raise _errors.cannot_write(self.folder, error, WAY_OUT) from error
 
@@ -457,11 +488,12 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def groups_in(folder: Path) -> list[str]:
-    """Return the ids of the groups in a directory, oldest first."""
+def groups_in(folder: Path, without: Container[str] = ()) -> list[str]:
+    """Return the ids of the groups in a directory, oldest first, or of those that one does not know."""
     try:
-        with os.scandir(folder) as found:  # a link is not lox's
-            return sorted(f.name for f in found if GROUP_ID.fullmatch(f.name) and f.is_dir(follow_symlinks=False))
+        with os.scandir(folder) as found:
+            others = [f for f in found if f.name not in without and GROUP_ID.fullmatch(f.name)]
+            return sorted(f.name for f in others if f.is_dir(follow_symlinks=False))  # a link is not lox's
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -39,12 +39,14 @@ class Runs(Mapping[str, logdict]):
     {'loss': [1.0]} {'loss': [[0.0], [1.0]]}
     """
 
-    def __init__(self, reader: "Reader", names: Sequence[str], select: Select):
-        self._reader, self._names, self._select = reader, dict.fromkeys(names), select
+    def __init__(self, reader: "Reader", names: Sequence[str], argnames: tuple[str, ...] | None):
+        self._reader, self._names, self._argnames = reader, dict.fromkeys(names), argnames
+        self._select = _selector(argnames)
 
     def __getitem__(self, name: str) -> logdict:
         if name not in self._names:
             raise KeyError(name)
+        self._reader._prepare([name], self._argnames)
         return self._reader._logs(name, self._select)
 
     def __iter__(self) -> Iterator[str]:
@@ -60,7 +62,7 @@ class Runs(Mapping[str, logdict]):
 
     def items(self) -> Any:
         """Return names and logs, all loaded."""
-        by_run = self._reader._chunks_of_all(list(self._names), self._select)
+        by_run = self._loaded()
         return {name: _from_rows.to_logdict(chunks) for name, chunks in by_run.items()}.items()
 
     def values(self) -> Any:
@@ -78,7 +80,11 @@ class Runs(Mapping[str, logdict]):
 
         Where some runs have more events than others, `logs.valid` says which events are real.
         """
-        return _from_rows.stack(list(self._reader._chunks_of_all(list(self._names), self._select).values()))
+        return _from_rows.stack(list(self._loaded().values()))
+
+    def _loaded(self) -> dict[str, Chunks]:
+        self._reader._prepare(list(self._names), self._argnames)
+        return self._reader._chunks_of_all(list(self._names), self._select)
 
     def __repr__(self) -> str:
         names = [repr(name) for name in self._names]
@@ -117,6 +123,7 @@ class Reader:
         self._polled: dict[SegmentReader, int] = {}
         self._activity: dict[str, dict[int, Activity]] = {}  # by group
         self._warned: set[str] = set()
+        self._scanned: set[str] = set()  # groups, for loading
 
     # --- runs ---
 
@@ -312,8 +319,10 @@ class Reader:
             f"there is no run {name!r} in {str(self.path)!r}. The {which} are {_errors.listing(list(records)[-8:])}."
         )
 
-    def _open_for_loading(self, may_be_empty: bool = False) -> None:
-        """Look for new runs; raise an error if the directory cannot be read."""
+    def _open_for_loading(
+        self, may_be_empty: bool = False, bases: list[str] | None = None, name: str | None = None
+    ) -> None:
+        """Look for new runs, or those with some bases or a name; raise an error if the directory cannot be read."""
         _open.flush(self.path)
         if not self.path.exists():
             raise _errors.RunNotFoundError(
@@ -321,16 +330,25 @@ class Reader:
             )
         if not self.path.is_dir():
             raise _errors.StoreError(f"{str(self.path)!r} is a file: give the directory that lox wrote to.")
+        if bases is not None or name is not None:
+            self._catalog.look_up(bases or (), () if name is None else [name])
+            found = [self._catalog.attempts.get(base) for base in bases or ()]
+            if all(found) and (name is None or name in self._catalog.records):
+                return
         self._catalog.refresh()
         if not self._catalog.groups and not may_be_empty:
             raise _errors.RunNotFoundError(
                 f"the directory {str(self.path)!r} has no runs: lox has written nothing to it. Check the path."
             )
 
-    def _scan_for(self, records: Iterable[Record]) -> None:
-        """Scan the files of these runs, and warn of damage."""
+    def _prepare(self, names: Iterable[str], argnames: tuple[str, ...] | None) -> None:
+        """Scan the files of these runs, and warn of damage and of names of keys that none of them has."""
+        records = [self._catalog.records[name] for name in names]
         problems: dict[Path, str] = {}
         for group in self._by_group(records):
+            if group.id in self._scanned:
+                continue
+            self._scanned.add(group.id)
             group.scan()
             problems |= group.damage()
             for segment in group.segments.values():
@@ -338,6 +356,7 @@ class Reader:
                     what = segment.damage or "the last batch is incomplete"
                     problems[segment.file] = f"{str(segment.file)!r}: {segment.leftover} bytes at its end ({what})"
         self._warn_of(problems.values())
+        self._check_names(records, argnames)
 
     def _warn_of(self, problems: Iterable[str]) -> None:
         problems = [p for p in problems if p not in self._warned]
@@ -354,7 +373,9 @@ class Reader:
         if argnames is not None:
             segments = [segment for group in self._by_group(records) for segment in group.segments.values()]
             known = dict.fromkeys(key.name for segment in segments if segment.schema for key in segment.schema.keys)
-            if text := _selection.unmatched("argnames", argnames, known):
+            text = _selection.unmatched("argnames", argnames, known)
+            if text and text not in self._warned:
+                self._warned.add(text)
                 _sites.warn(text)
 
 
@@ -427,12 +448,21 @@ def load(
         StoreError: The directory cannot be read.
     """
     argnames = None if argnames is None else _selection.names("argnames", argnames)
-    select = _selector(argnames)
     reader = Reader(path, damaged)
     if attempts not in ("newest", "all"):
         raise _errors.OptionError(f"`attempts` is {attempts!r}; choose 'newest' or 'all'.")
     reader._wall, reader._attempts = wall, attempts
-    reader._open_for_loading()
+    name, bases = (key if isinstance(key, str) else None), None
+    single = name is not None
+    if key is not None and name is None:
+        data, impl = words_of(key)
+        bases, single = base_names(data, impl), data.ndim == 1
+        if len(set(bases)) < len(bases):
+            raise _errors.OptionError("`key` has the same PRNG key twice.")
+    if where is None:
+        reader._open_for_loading(bases=bases, name=name)
+    else:
+        reader._open_for_loading()
     records = reader._catalog.records
     if not records:
         raise _errors.RunNotFoundError(f"the directory {str(reader.path)!r} has no runs yet.")
@@ -443,31 +473,22 @@ def load(
                 f"no run in {str(reader.path)!r} has {where!r} in its config. `lox.runs(path)` shows what they have."
             )
         records = {name: record for name, record in records.items() if name in chosen_by_config}
-    if key is None:
-        chosen, single = list(records), len(records) == 1
-    elif isinstance(key, str):
-        if key not in records:
-            raise reader._no_run(key)
-        chosen, single = [key], True
-    else:
-        data, impl = words_of(key)
-        chosen, single = [], data.ndim == 1
-        by_base: dict[str, list[str]] = {}
-        for record in records.values():
-            by_base.setdefault(record.base, []).append(record.name)
-        bases = base_names(data, impl)
-        for base in bases:
-            if base not in by_base:
+    if bases is not None:
+        by_base = {base: [n for n in reader._catalog.attempts.get(base, []) if n in records] for base in bases}
+        for base, found in by_base.items():
+            if not found:
                 raise reader._no_run(base)
-            chosen.append(by_base[base][-1])
-        _warn_of_choice([by_base[base] for base in bases if len(by_base[base]) > 1])
-    reader._scan_for([records[name] for name in chosen])
-    reader._check_names([records[name] for name in chosen], argnames)
+        chosen = [found[-1] for found in by_base.values()]
+        _warn_of_choice([found for found in by_base.values() if len(found) > 1])
+    elif name is not None:
+        if name not in records:
+            raise reader._no_run(name)
+        chosen = [name]
+    else:
+        chosen, single = list(records), len(records) == 1
+    chosen_runs = Runs(reader, chosen, argnames)
     if single:
-        return reader._logs(chosen[0], select)
-    if len(set(chosen)) < len(chosen):
-        raise _errors.OptionError("`key` has the same PRNG key twice.")
-    chosen_runs = Runs(reader, chosen, select)
+        return chosen_runs[chosen[0]]
     return chosen_runs if key is None else chosen_runs.stack()
 
 

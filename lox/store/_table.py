@@ -226,9 +226,12 @@ def _short(value: Any) -> str:
 
 
 def _matches(run: Run, where: Where) -> bool:
-    if callable(where):
-        return bool(where(run))
-    config = flat_config(run.config)
+    return bool(where(run)) if callable(where) else has_values(run.config, where)
+
+
+def has_values(config: Any, where: Mapping[str, Any]) -> bool:
+    """Tell whether a config has these values, by names with dots or in dicts of their own."""
+    config, where = flat_config(config), flat_config(where)
     return all(name in config and _is(config[name], wanted) for name, wanted in where.items())
 
 

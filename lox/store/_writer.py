@@ -13,7 +13,7 @@ import numpy as np
 from lox import _errors
 from lox._data import _sites
 from lox._data._bundle import Bundle
-from lox.store import _catalog, _group, _open, names
+from lox.store import _catalog, _group, _index, _open, names
 from lox.store._catalog import Catalog
 from lox.store._group import Entry
 from lox.store._record_batch import Batches
@@ -72,6 +72,11 @@ class _Table:
             encoded.append(stored.data.cast("B"))
         return encoded
 
+    def runs(self) -> set[int]:
+        """Return the runs of the waiting rows."""
+        firsts = np.unique(np.frombuffer(b"".join(self.columns[0]), np.int32)).tolist()
+        return {first + n for first in firsts for n in range(self.batches.schema.runs)}
+
     def clear(self) -> None:
         """Forget the rows, which are on disk now."""
         self.columns = [[] for _ in self.batches.columns]
@@ -128,6 +133,7 @@ class Writer:
         self._refused = 0  # pending bytes when writing failed, to try again when there are more
         self._wall = 0.0
         self._segments = 0
+        self._waiting: dict[int, str] = {}  # runs that will overwrite others when they have an event, and their bases
         self._unsynced: list[str] = []  # segments written to since the last fsync
         self._warned = False
         self.closed = True  # until it is open
@@ -189,13 +195,13 @@ class Writer:
         configs = [None] * len(bases) if configs is None else [_group.plain(config) for config in configs]
         if not len(words) == len(configs) == len(bases) == len(wanted):
             raise _errors.OptionError(f"{len(bases)} runs need as many PRNG keys and configurations.")
-        with self._lock:
+        with self._lock, self._catalog.locked() as alone:
             self._check_open()
-            self._catalog.refresh()
+            self._catalog.look_up(bases if mode != "new" or resumed else ())
             if resumed is None:
                 chosen = _catalog.choose_names(self._catalog, bases, wanted, mode)
             else:
-                chosen = _catalog.choose_resumed(self._catalog, bases, wanted)
+                chosen = _catalog.choose_resumed(self._catalog, bases, wanted, configs, resumed)
             order, opened = self._catalog.next_order(), self._tick()
             first, here = len(self.run_names), self.group.name
             runs = zip(chosen, wanted, bases, words, configs, resumed or [None] * len(bases), strict=True)
@@ -203,21 +209,43 @@ class Writer:
                 Entry(here, number, name, title, base, run_mode, order, opened, prng_key, impl, config, step)
                 for number, ((name, run_mode), title, base, prng_key, config, step) in enumerate(runs, first)
             ]
+            self._waiting |= {e.number: e.base for e in entries if e.mode == "overwrite"}
             self._write_lines(b"".join(entry.to_line() for entry in entries))
-            self._catalog.refresh()  # another process may have chosen the same names at the same moment
-            resolved = {e.number: r.name for r in self._catalog.records.values() for e in r.entries if e.group == here}
-            self.run_names += [resolved.get(e.number, e.name) for e in entries]
-            if mode == "overwrite":
-                for group in self._catalog.dead_groups():
-                    if not group.is_alive():
-                        group.delete()
+            opened_as = {e.number: e.name for e in entries}
+            if not alone:  # another process may have chosen the same names at the same moment
+                self._catalog.refresh()
+                records = self._catalog.records.values()
+                opened_as |= {e.number: r.name for r in records for e in r.entries if e.group == here}
+            elif len(self._catalog.groups) > _index.FEW:
+                self._catalog.update_index()
+            self.run_names += [opened_as[e.number] for e in entries]
             return np.arange(first, first + len(bases), dtype=np.int32)
 
     def end_runs(self, runs: Iterable[int], failure: str | None = None) -> None:
         """Note that runs have ended before the writer is closed, or why they have failed."""
+        runs = list(runs)
         with self._lock:
             self._check_open()
-            self._write_lines(_group.End(time.time(), failure).to_line(list(runs)))
+            self._write_lines(_group.End(time.time(), failure).to_line(runs))
+            for run in runs if failure is not None else ():
+                self._waiting.pop(run, None)  # without an event, it overwrites nothing
+
+    def _begin(self, runs: Iterable[int]) -> None:
+        """Let runs that have events now overwrite others: hide these, and delete them if nobody writes to them."""
+        runs = list(runs)
+        if not runs:
+            return
+        bases = {self._waiting[run] for run in runs}
+        self._write_lines(_group.began_line(runs))
+        for run in runs:
+            del self._waiting[run]
+        with self._catalog.locked():
+            for group in self._catalog.dead_groups(bases):
+                try:
+                    if not group.is_alive():
+                        group.delete()
+                except _errors.StoreError as error:
+                    self._warn(f"what was overwritten is hidden, but could not be deleted: {error}")
 
     def _write_lines(self, lines: bytes) -> None:
         file = self.group / _group.RUNS
@@ -286,12 +314,14 @@ class Writer:
 
     def _write_pending(self) -> None:
         self._refused = self._pending
+        began: set[int] = set()
         for schema, table in list(self._tables.items()):
             if not table.rows and table.started:
                 continue
             segment = self._segment_of(schema, table)
             if table.rows:
                 segment.write_batch(table.rows, table.batch())
+                began |= self._waiting.keys() & table.runs() if self._waiting else set()
                 self._pending -= table.size
                 table.clear()
             else:
@@ -300,6 +330,7 @@ class Writer:
             if segment.size >= self._segment_bytes:
                 segment.close()
         self._refused = 0
+        self._begin(began)
         self._forget_old_tables()
 
     def _segment_of(self, schema: Schema, table: _Table) -> SegmentWriter:
@@ -360,6 +391,7 @@ class Writer:
                 self._write_pending()
                 for segment in self._open_segments():
                     segment.close()
+                self._begin(self._waiting)
                 if self.run_names:
                     sizes = _group.sizes(self.group)
                     _group.write_meta(self.group, self._created, self._process, "closed", self._config, sizes)

@@ -8,7 +8,7 @@ import itertools
 import re
 import urllib.parse
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -172,18 +172,28 @@ def safe(name: str) -> str:
 class Taken:
     """Names that are taken. Further runs of a name are `42.1`, `42.2`, ..., or `lr=0.1 (2)`, `lr=0.1 (3)`."""
 
-    def __init__(self, names: Iterable[str] = ()):
+    def __init__(self, names: Iterable[str] = (), also: Container[str] = ()):
         self.names = set(names)
+        self._also, self._freed = also, set[str]()
         self._tried: dict[str, int] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names or (name in self._also and name not in self._freed)
+
+    def free(self, names: Iterable[str]) -> None:
+        """Let these names be taken again."""
+        freed = set(names)
+        self.names -= freed
+        self._freed |= freed
 
     def take(self, name: str) -> str:
         """Return the first name like this that is free, and take it."""
         free = name
-        if name in self.names:
+        if name in self:
             free, number = next(
                 (numbered, n)
                 for n in itertools.count(self._tried.get(name, 0) + 1)
-                if (numbered := attempt(name, n)) not in self.names
+                if (numbered := attempt(name, n)) not in self
             )
             self._tried[name] = number
         self.names.add(free)
