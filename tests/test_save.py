@@ -1,5 +1,6 @@
 """`SaveLogger`: what it promises beyond the contract of all loggers, also when things go wrong."""
 
+import datetime
 import errno
 import io
 import json
@@ -823,3 +824,57 @@ def test_ragged_logs_saved_inside_a_program(tmp_path):
     jax.jit(jax.vmap(each))(prng_keys, jnp.array([[0, 1], [1, 2], [3, 4]]))
     jax.effects_barrier()
     assert [lox.load(tmp_path, key).get("x", np.zeros(0)).tolist() for key in prng_keys] == [[], [2], [3, 4]]
+
+
+# --- files that are written once ---
+
+
+def test_rotation_writes_every_file_once(tmp_path, monkeypatch):
+    """Nothing is appended to, and what is there never changes; the list of runs and the metadata are replaced."""
+    opened, real = [], os.open
+
+    def watched(file, flags, *args, **kwargs):
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(tmp_path) in str(file):
+            assert not os.path.exists(file), f"{file} is opened again"
+            opened.append(file)
+        return real(file, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", watched)
+    seen = {}
+    with lox.SaveLogger(tmp_path, rotate=("500 B", "1 h")) as logger:
+        for seed in range(3):
+            state = logger.init(jax.random.key(seed))
+            for i in range(200):
+                logger.log(state, {"x": float(i)}, step=i)
+                if i % 50 == 0:
+                    logger._pipeline.catch_up()
+                    for file in tmp_path.glob("*/*.arrows"):
+                        data = file.read_bytes()
+                        assert seen.setdefault(file, data) == data
+                if i == 100:
+                    logger.flush()
+                    assert lox.load(tmp_path, str(seed))["x"].tolist() == list(range(101))
+    assert len(list(tmp_path.glob("*/*.arrows"))) == len(opened) > 6
+    for seed in range(3):
+        assert lox.load(tmp_path, str(seed))["x"].tolist() == list(range(200))
+
+
+def test_rotation_by_age(tmp_path):
+    logger = lox.SaveLogger(tmp_path, rotate=datetime.timedelta(seconds=0.3))
+    state = logger.init(jax.random.key(0))
+    for i in range(3):
+        logger.log(state, {"x": float(i)})
+    logger._pipeline.catch_up()
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*/*.arrows")):  # although no further event comes
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    reader = lox.store.Reader(tmp_path)
+    assert reader.poll()["0"]["x"].tolist() == [0.0, 1.0, 2.0]
+    logger.close()
+
+
+@pytest.mark.parametrize("rotate", ["16", "MB", "1 week", 0, "1 GB", -1, True, "0 s", ("1 MB", None), 1.5])
+def test_a_wrong_rotation(tmp_path, rotate):
+    with pytest.raises(lox.OptionError, match="`rotate` is"):
+        lox.SaveLogger(tmp_path, rotate=rotate)

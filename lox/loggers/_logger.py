@@ -116,8 +116,11 @@ class Logger:
     def commit(self) -> None:
         """Make everything written so far durable; the last thing that `flush` does."""
 
-    def pause(self) -> None:
-        """Write what `write` has held back: no event has come for a moment."""
+    def pause(self) -> float | None:
+        """Write what `write` has held back: no event has come for a moment.
+
+        Returns the seconds after which to call it again if no event has come until then, or None.
+        """
 
     # --- for programs ---
 

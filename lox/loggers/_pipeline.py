@@ -175,10 +175,11 @@ class Pipeline:
         except BaseException as error:  # no event may get lost silently, not even by a bug in lox
             self.errors.add(error, f"handling {len(jobs)} batches of events")
 
-    def _pause(self) -> None:
+    def _pause(self) -> float | None:
         if not self.closed:
             with self.isolated("writing what was held back"):
-                self.logger.pause()
+                return self.logger.pause()
+        return None
 
     def _sort_and_write(self, jobs: list[Job]) -> None:
         for ends, group in itertools.groupby(jobs, key=lambda job: job.packet.signal == END):

@@ -16,12 +16,15 @@ _IDLE = 5.0  # seconds without a job before the thread ends; the next job starts
 
 
 class Writer:
-    """Hands jobs to `process` in order, several at a time, from one thread, and calls `pause` when there are none."""
+    """Hands jobs to `process` in order, several at a time, from one thread, and calls `pause` when there are none.
+
+    `pause` may return the seconds after which it wants to be called again.
+    """
 
     def __init__(
         self,
         process: Callable[[list[Any]], None],
-        pause: Callable[[], None],
+        pause: Callable[[], float | None],
         capacity: int,
         capacity_bytes: int,
         name: str,
@@ -92,19 +95,20 @@ class Writer:
 
     def _work(self) -> None:
         with self._changed:
-            worked = False
+            wait, paused = _IDLE, True
             while True:
-                self._changed.wait_for(lambda: self._jobs or self._stopping, _PAUSE if worked else _IDLE)
+                self._changed.wait_for(lambda: self._jobs or self._stopping, wait)
                 if self._jobs:
                     self._work_once()
-                    worked = True
-                elif worked:
-                    worked = False
+                    wait, paused = _PAUSE, False
+                elif not paused:
                     self._changed.release()
                     try:
-                        self._pause()
+                        again = self._pause()
                     finally:
                         self._changed.acquire()
+                    paused = again is None or self._stopping
+                    wait = _IDLE if again is None else again
                 else:
                     self._thread, self._stopping = None, False
                     return

@@ -31,7 +31,9 @@ from lox.store._segment import SegmentReader, open_file
 
 GROUP_ID = re.compile(r"\d{8}T\d{6}-\d{6}-[0-9a-f]{8}")
 SEGMENT = re.compile(r"p(\d{4,})-(\d{3,})\.arrows")
-_LEFTOVER = re.compile(SEGMENT.pattern + r"\.(damaged|repaired)|meta\.json\.\d+\.tmp")  # of repairs and of crashes
+_LEFTOVER = re.compile(
+    SEGMENT.pattern + r"\.(damaged|repaired)|(meta\.json|runs\.jsonl)\.\d+\.tmp"
+)  # of repairs and of crashes
 META, RUNS = "meta.json", "runs.jsonl"
 _RECENT = 60.0  # seconds after a write in which a writer on another machine is probably alive
 
@@ -249,14 +251,19 @@ def write_meta(
 
 
 def _replace_meta(group: Path, meta: dict[str, Any]) -> None:
-    temporary = group / f"{META}.{os.getpid()}.tmp"
+    replace(group / META, json.dumps({**meta, "crc": checksum(meta)}, indent=2).encode())
+
+
+def replace(file: Path, data: bytes) -> None:
+    """Write a file, whole or not at all."""
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps({**meta, "crc": checksum(meta)}, indent=2))
-        temporary.replace(group / META)
+        temporary.write_bytes(data)
+        temporary.replace(file)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise _errors.cannot_write(group / META, error, WAY_OUT) from error
+        raise _errors.cannot_write(file, error, WAY_OUT) from error
 
 
 def sizes(group: Path) -> dict[str, int]:
@@ -405,14 +412,16 @@ class Group:
                 found[file] = f"{str(file)!r} does not end with a line"
         return found | self.problems
 
-    def state(self, number: int) -> str:
-        """Tell whether a run is "running", "finished", "failed", or was "killed"."""
-        end = self.ends.get(number)
-        if end is not None:
-            return "finished" if end.failure is None else "failed"
+    def fate(self) -> str:
+        """Tell whether runs of which nothing else is known are "running", "finished", or were "killed"."""
         if (self.meta() or {}).get("status") == "closed":
             return "finished"
         return "running" if self.is_alive() else "killed"
+
+    def state(self, number: int, fate: str) -> str:
+        """Tell whether a run is "running", "finished", "failed", or was "killed", given the `fate` of the group."""
+        end = self.ends.get(number)
+        return fate if end is None else "finished" if end.failure is None else "failed"
 
     def is_over(self) -> bool:
         """Tell whether certainly nobody writes here any more."""

@@ -122,6 +122,7 @@ class Reader:
         self._catalog = Catalog(self.path)
         self._polled: dict[SegmentReader, int] = {}
         self._activity: dict[str, dict[int, Activity]] = {}  # by group
+        self._fates: dict[str, str] = {}  # of groups
         self._warned: set[str] = set()
         self._scanned: set[str] = set()  # groups, for loading
 
@@ -155,12 +156,14 @@ class Reader:
             min((part.first for part in found), default=math.nan),
             max((part.last for part in found), default=math.nan),
         )
-        return whole, self._catalog.groups[entries[-1].group].state(entries[-1].number)
+        group = self._catalog.groups[entries[-1].group]
+        return whole, group.state(entries[-1].number, self._fates[group.id])
 
     def _activity_in(self, group: Group) -> dict[int, Activity]:
         if group.id not in self._activity:
             group.scan()
             self._activity[group.id] = self._intact(_from_rows.activity, group)
+            self._fates[group.id] = group.fate()
         return self._activity[group.id]
 
     def load(self, name: str, argnames: str | Iterable[str] | None = None) -> logdict:

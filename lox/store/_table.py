@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import html
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,28 +59,29 @@ class Run:
     @property
     def events(self) -> int:
         """How many events it has on disk: one for each time that something was logged."""
-        return self._found()[0].events
+        return self._found[0].events
 
     @property
     def first(self) -> datetime.datetime | None:
         """The time of its first event."""
-        return _time(self._found()[0].first)
+        return _time(self._found[0].first)
 
     @property
     def last(self) -> datetime.datetime | None:
         """The time of its last event."""
-        return _time(self._found()[0].last)
+        return _time(self._found[0].last)
 
     @property
     def state(self) -> str:
         """Whether it is "running", "finished", "failed" (by an exception), or was "killed"."""
-        return self._found()[1]
+        return self._found[1]
 
-    @property
+    @functools.cached_property
     def resumed(self) -> str | None:
         """If it was resumed: "resumed exactly", or from which step on, and in which key, the new attempt differs."""
         return None if self._compare is None else self._compare(self.name)
 
+    @functools.cached_property
     def _found(self) -> tuple[Activity, str]:
         return (Activity(0, math.nan, math.nan), "finished") if self._look is None else self._look(self.name)
 

@@ -25,6 +25,7 @@ Array = np.ndarray[Any, Any]
 
 _MAX_OPEN = 64  # segments open at once, because each has a file descriptor
 _MAX_PENDING = 256 << 20  # bytes to keep while nothing can be written
+MOST_WAITING = _MAX_PENDING // 2  # bytes to collect
 
 
 class _Table:
@@ -101,6 +102,9 @@ class Writer:
     What the operating system refuses to write stays in memory, and every `append` that tries again and every `flush`
     raises a `StoreError`, until it succeeds. Segments that were written before stay readable.
 
+    With `write_once`, no file is ever appended to: what was collected becomes a segment of its own, and the list of
+    runs is replaced by a longer one. For object stores, where an append would upload a file again.
+
     Attributes:
         path: The directory.
         group: This writer's own directory inside it.
@@ -116,11 +120,13 @@ class Writer:
         process: int | None = None,
         buffer_bytes: int = 64 << 10,
         segment_bytes: int = 256 << 20,
+        write_once: bool = False,
     ):
         self.path = Path(path).absolute()  # the working directory may change
         self.run_names: list[str] = []
         self._process = process or 0
-        self._buffer_bytes, self._segment_bytes = buffer_bytes, segment_bytes
+        self._buffer_bytes, self._segment_bytes = min(buffer_bytes, MOST_WAITING), segment_bytes
+        self._write_once, self._lines = write_once, b""
         self._config = _group.plain(config)
         self._warn = _sites.warner()
         self._lock = threading.RLock()
@@ -133,7 +139,7 @@ class Writer:
         self._refused = 0  # pending bytes when writing failed, to try again when there are more
         self._wall = 0.0
         self._segments = 0
-        self._waiting: dict[int, str] = {}  # runs that will overwrite others when they have an event, and their bases
+        self._overwriting: dict[int, str] = {}  # runs that will overwrite others at their first event, and their bases
         self._unsynced: list[str] = []  # segments written to since the last fsync
         self._warned = False
         self.closed = True  # until it is open
@@ -209,7 +215,7 @@ class Writer:
                 Entry(here, number, name, title, base, run_mode, order, opened, prng_key, impl, config, step)
                 for number, ((name, run_mode), title, base, prng_key, config, step) in enumerate(runs, first)
             ]
-            self._waiting |= {e.number: e.base for e in entries if e.mode == "overwrite"}
+            self._overwriting |= {e.number: e.base for e in entries if e.mode == "overwrite"}
             self._write_lines(b"".join(entry.to_line() for entry in entries))
             opened_as = {e.number: e.name for e in entries}
             if not alone:  # another process may have chosen the same names at the same moment
@@ -228,17 +234,17 @@ class Writer:
             self._check_open()
             self._write_lines(_group.End(time.time(), failure).to_line(runs))
             for run in runs if failure is not None else ():
-                self._waiting.pop(run, None)  # without an event, it overwrites nothing
+                self._overwriting.pop(run, None)  # without an event, it overwrites nothing
 
     def _begin(self, runs: Iterable[int]) -> None:
         """Let runs that have events now overwrite others: hide these, and delete them if nobody writes to them."""
         runs = list(runs)
         if not runs:
             return
-        bases = {self._waiting[run] for run in runs}
+        bases = {self._overwriting[run] for run in runs}
         self._write_lines(_group.began_line(runs))
         for run in runs:
-            del self._waiting[run]
+            del self._overwriting[run]
         with self._catalog.locked():
             for group in self._catalog.dead_groups(bases):
                 try:
@@ -249,6 +255,10 @@ class Writer:
 
     def _write_lines(self, lines: bytes) -> None:
         file = self.group / _group.RUNS
+        if self._write_once:
+            _group.replace(file, self._lines + lines)
+            self._lines += lines
+            return
         try:
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
             try:
@@ -321,13 +331,13 @@ class Writer:
             segment = self._segment_of(schema, table)
             if table.rows:
                 segment.write_batch(table.rows, table.batch())
-                began |= self._waiting.keys() & table.runs() if self._waiting else set()
+                began |= self._overwriting.keys() & table.runs() if self._overwriting else set()
                 self._pending -= table.size
                 table.clear()
             else:
                 segment.write_schema()
             table.started = True
-            if segment.size >= self._segment_bytes:
+            if self._write_once or segment.size >= self._segment_bytes:
                 segment.close()
         self._refused = 0
         self._begin(began)
@@ -367,6 +377,11 @@ class Writer:
             if table.segment is not None:
                 table.segment.close()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether events wait to be written."""
+        return self._pending > 0
+
     def flush(self, fsync: bool = False) -> None:
         """Make everything that was appended readable by others; with `fsync`, also safe from a loss of power."""
         with self._lock:
@@ -391,7 +406,7 @@ class Writer:
                 self._write_pending()
                 for segment in self._open_segments():
                     segment.close()
-                self._begin(self._waiting)
+                self._begin(self._overwriting)
                 if self.run_names:
                     sizes = _group.sizes(self.group)
                     _group.write_meta(self.group, self._created, self._process, "closed", self._config, sizes)

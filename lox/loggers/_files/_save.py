@@ -1,7 +1,11 @@
 """`SaveLogger`: saves runs, for `lox.load`."""
 
+import datetime
+import math
 import os
+import re
 import time
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +15,7 @@ from lox.loggers._files._plain import folder, is_missing
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run, check_nesting
 from lox.store import _catalog, _group, _open
-from lox.store._writer import Writer
+from lox.store._writer import MOST_WAITING, Writer
 
 _EVERY = 0.1  # seconds that events may wait to be written together
 _RETRY = 1.0  # seconds before trying again to write what the system has refused
@@ -50,13 +54,22 @@ class SaveLogger(Logger):
         mode: What to do if the PRNG key already has a run there: `"new"` makes another run, `42.1`; `"append"` goes on
             with the newest; `"overwrite"` replaces it, and deletes nothing that lox did not write; `"error"` raises a
             `lox.RunExistsError`. In short, as for files: `"a"`, `"w"` and `"x"`.
+        rotate: For object stores and network mounts, where every append uploads a file again: files are written once,
+            when so much is collected, `"16 MB"`, or it is so old, `"10 min"`; or a tuple of both. Until then, events
+            wait in memory: a program that is killed loses them, but nothing that was flushed.
     """
 
     _keeps_prng_keys = True
 
-    def __init__(self, path: str | os.PathLike[str], mode: str = "new"):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mode: str = "new",
+        rotate: str | int | datetime.timedelta | tuple[str | int | datetime.timedelta, ...] | None = None,
+    ):
         self.path = folder(path)
         self.mode = _catalog.check_mode(mode)
+        self._options, self._every = ({}, _EVERY) if rotate is None else _rotation(rotate)
         self._writer: Writer | None = None
         self._unfinished: set[int] = set()
         self._ended: dict[str | None, list[int]] = {}  # runs that ended, by why they failed, to be noted
@@ -72,7 +85,7 @@ class SaveLogger(Logger):
         for run in runs:
             check_nesting(run.config, fields=True)
         if self._writer is None:
-            self._writer = Writer(self.path)
+            self._writer = Writer(self.path, **self._options)
             self._writer._warn = self._pipeline.errors.warn
             # After the writer has registered itself, so that readers and the exit wait for the logger first.
             _open.register(self.path, self._pipeline.catch_up, self.close)
@@ -91,6 +104,8 @@ class SaveLogger(Logger):
     def _write_batch(self, runs: list[Run], batch: Batch) -> None:
         """Add events of many runs, as one table."""
         assert self._writer is not None
+        if self._options and not self._writer.waiting:
+            self._due = time.monotonic() + self._every
         try:
             self._writer.append_bundles(np.asarray([run.resource for run in runs], np.int32), batch.bundles)
             if time.monotonic() >= self._due:
@@ -98,18 +113,24 @@ class SaveLogger(Logger):
         except _errors.StoreError as error:
             self._keep_for_later(error)
 
-    def pause(self) -> None:
+    def pause(self) -> float | None:
         """Hand waiting events to the system, so that others can read them."""
-        if self._writer is not None:
-            try:
-                self._hand_over()
-            except _errors.StoreError as error:
-                self._keep_for_later(error)
+        if self._writer is None or not self._writer.waiting:
+            return None
+        early = self._due - time.monotonic() if self._options else 0.0
+        if early > 0:
+            return None if math.isinf(early) else early
+        try:
+            self._hand_over()
+        except _errors.StoreError as error:
+            self._keep_for_later(error)
+            return _RETRY
+        return None
 
     def _hand_over(self) -> None:
         assert self._writer is not None
         self._writer.flush()
-        self._due, self._refused = time.monotonic() + _EVERY, False
+        self._due, self._refused = time.monotonic() + self._every, False
 
     def _keep_for_later(self, error: _errors.StoreError) -> None:
         """Warn once: the writer keeps what the system refuses, so nothing is lost unless `flush` or `close` fails."""
@@ -166,3 +187,30 @@ class SaveLogger(Logger):
             finally:
                 if lost:
                     raise lost
+
+
+_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600, "hour": 3600, "hours": 3600, "d": 86400}
+
+
+def _rotation(rotate: Any) -> tuple[dict[str, Any], float]:
+    """Return the options of the writer, and the seconds that events may wait."""
+    size, seconds = MOST_WAITING, math.inf
+    for limit in rotate if isinstance(rotate, tuple) else (rotate,):
+        match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]+)\s*", limit) if isinstance(limit, str) else None
+        unit = match[2].lower() if match else ""
+        if isinstance(limit, datetime.timedelta):
+            seconds = limit.total_seconds()
+        elif isinstance(limit, int) and not isinstance(limit, bool):
+            size = limit
+        elif match and unit in _BYTES:
+            size = int(float(match[1]) * _BYTES[unit])
+        elif match and unit in _SECONDS:
+            seconds = float(match[1]) * _SECONDS[unit]
+        else:
+            raise _errors.OptionError(
+                f'`rotate` is {rotate!r}; give it a size, "16 MB", an age, "10 min", or a tuple of both.'
+            )
+    if not (0 < size <= MOST_WAITING and seconds > 0):
+        raise _errors.OptionError(f"`rotate` is {rotate!r}; sizes are up to {MOST_WAITING >> 20} MiB, ages positive.")
+    return dict(buffer_bytes=size, write_once=True), seconds
