@@ -277,12 +277,48 @@ def test_damage_in_the_middle(tmp_path):
     schema = len(schema_bytes(bytes(data)))
     data[schema + 100] ^= 255  # the header of the first batch
     segment.write_bytes(data)
-    with pytest.warns(lox.LoxWarning, match="no batch begins here"):
+    with pytest.raises(lox.StoreError, match="bytes after row 0, which had events of 'x' and 'm', are not what lox"):
         lox.load(tmp_path).stack()
+    with pytest.warns(lox.LoxWarning, match="What was there was left out"):
+        rest = lox.load(tmp_path, damaged="skip").stack()
+    assert rest
+    (cut,) = lox.store.repair(tmp_path).values()
+    assert segment.stat().st_size == len(data) - cut
+    assert segment.with_name(segment.name + ".damaged").read_bytes() == data[schema : schema + cut]
+    same(lox.load(tmp_path).stack(), rest)
+
+
+@pytest.mark.parametrize("damaged", [[0], [5], [3, 4], [0, 2, 9], [10, 11]])
+def test_headers_that_are_damaged(tmp_path, damaged):
+    """Every other batch is found, but those at the end cannot be told from what a crash leaves."""
+    with Writer(tmp_path) as writer:
+        run = writer.open_run("a")
+        for n in range(12):
+            for i in range(n % 3 + 1):
+                writer.append(run, {"x": np.int32(10 * n + i)})
+            writer.flush()
+    (file,) = segments(tmp_path)
+    reader = Reader(tmp_path)
+    reader.refresh()
+    (segment,) = [s for g in reader._catalog.groups.values() for s in g.segments.values()]
+    data = bytearray(file.read_bytes())
+    for n in damaged:
+        data[segment.offsets[n] + 50] ^= 1
+    file.write_bytes(data)
+    last = damaged == [10, 11]
+    expected = [10 * n + i for n in range(12) if n not in damaged for i in range(n % 3 + 1)]
+    with pytest.warns(lox.LoxWarning, match="no batch begins here" if last else "was left out"):
+        assert lox.load(tmp_path, damaged="skip")["x"].tolist() == expected
+    if not last:
+        with pytest.raises(lox.StoreError, match="which had events of 'x'"):
+            lox.load(tmp_path)
+        with pytest.raises(lox.StoreError, match="which had events of 'x'"):
+            Reader(tmp_path).poll()
     lox.store.repair(tmp_path)
-    assert segment.stat().st_size == schema
-    assert segment.with_name(segment.name + ".damaged").read_bytes() == data[schema:]
-    lox.load(tmp_path).stack()
+    assert lox.load(tmp_path)["x"].tolist() == expected
+    if pyarrow is not None:
+        with open(file, "rb") as stream:
+            assert pyarrow.ipc.open_stream(stream).read_all().num_rows == len(expected)
 
 
 def test_files_of_a_living_writer_are_not_repaired(tmp_path):

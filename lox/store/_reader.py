@@ -303,7 +303,8 @@ class Reader:
                 segment.bad[batch] = damage
                 if text not in self._warned:
                     self._warned.add(text)
-                    _sites.warn(f"{text}\n{segment.rows[batch]} rows were left out.")
+                    rows = "What was there" if batch in segment.gaps else f"{segment.rows[batch]} rows"
+                    _sites.warn(f"{text}\n{rows} {'was' if batch in segment.gaps else 'were'} left out.")
 
     def _runs_behind(self, damage: DamagedRowsError) -> str:
         try:

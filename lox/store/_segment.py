@@ -98,16 +98,22 @@ def _place(file: Path) -> str:
 
 
 class DamagedRowsError(_errors.StoreError):
-    """Rows that do not have the checksum that they were written with."""
+    """Rows that do not have the checksum that they were written with, or bytes that are no batch."""
 
-    def __init__(self, segment: "SegmentReader", batch: int, column: Column, rows: tuple[int, int]):
-        self.segment, self.batch, self.column, self.rows = segment, batch, column, rows
+    def __init__(
+        self, segment: "SegmentReader", batch: int, column: Column | None = None, rows: tuple[int, int] = (0, 0)
+    ):
+        self.segment, self.batch = segment, batch
         before = sum(segment.rows[:batch])
-        what = {"step": "the step ", "value": ""}.get(column.role, "the column ") + repr(column.name)
-        super().__init__(
-            f"{str(segment.file)!r} is damaged: {what} in rows {before + rows[0]} to {before + rows[1] - 1} does not "
-            "have the checksum that it was written with."
-        )
+        if column is None:
+            start, stop = segment.gaps[batch]
+            keys = _errors.listing([key.name for key in segment.schema.keys] if segment.schema else [])
+            text = f"the {stop - start} bytes after row {before}, which had events of {keys}, are not what lox writes."
+        else:
+            what = {"step": "the step ", "value": ""}.get(column.role, "the column ") + repr(column.name)
+            which = f"rows {before + rows[0]} to {before + rows[1] - 1}"
+            text = f"{what} in {which} does not have the checksum that it was written with."
+        super().__init__(f"{str(segment.file)!r} is damaged: {text}")
 
 
 class SegmentReader:
@@ -119,6 +125,9 @@ class SegmentReader:
         self.schema: Schema | None = None
         self.offsets: list[int] = []  # of batches
         self.rows: list[int] = []
+        self.gaps: dict[
+            int, tuple[int, int]
+        ] = {}  # batches without rows, for bytes between two others that are damaged
         self.end = 0  # of the last complete message
         self.ended = False
         self.leftover = 0  # bytes after it
@@ -182,9 +191,13 @@ class SegmentReader:
                 if self.end < size:
                     raise DamagedError("there is something after the end of the stream")
                 return
-            if header[:4] != _schema.CONTINUATION[: len(header)]:
-                raise DamagedError("no batch begins here")
-            rows = layouts.rows_of(header[:prefix_size], size - self.end)
+            try:
+                if header[:4] != _schema.CONTINUATION[: len(header)]:
+                    raise DamagedError("no batch begins here")
+                rows = layouts.rows_of(header[:prefix_size], size - self.end)
+            except DamagedError:
+                self._skip_to_next_batch(file, size)
+                continue
             if rows < 0:
                 return
             layout = layouts.layout(rows)
@@ -195,10 +208,40 @@ class SegmentReader:
             self.rows.append(rows)
             self.end += layout.header_size + layout.body
 
+    def _skip_to_next_batch(self, file: BinaryIO, size: int) -> None:
+        """Make a gap of what is damaged, up to the next batch; raise an error if there is none."""
+        assert self._batches is not None
+        start, step = self.end, 1 << 20
+        for begin in range(start + 8, size, step):
+            data = _read_up_to(file, begin, step + self._batches.prefix_size)
+            place = data.find(_schema.CONTINUATION)
+            while 0 <= place < step:
+                try:
+                    found = place % 8 == 0 and self._batches.rows_of(
+                        data[place : place + self._batches.prefix_size], size - begin - place
+                    )
+                except DamagedError:
+                    found = -1
+                if found is not False and found >= 0:
+                    self.gaps[len(self.offsets)] = start, begin + place
+                    self._checksums.append(b"")
+                    self.offsets.append(start)
+                    self.rows.append(0)
+                    self.end = begin + place
+                    return
+                place = data.find(_schema.CONTINUATION, place + 1)
+        raise DamagedError("no batch begins here")
+
+    def _check_gaps(self, start: int) -> None:
+        for batch in self.gaps:
+            if batch >= start and batch not in self.bad:
+                raise DamagedRowsError(self, batch)
+
     def batches_with(self, run: int, start: int = 0) -> list[tuple[int, int, int]]:
         """Return the batches from `start` on that have rows of a run, and these rows. Rows are sorted by run."""
         parts = []
         assert self.schema is not None
+        self._check_gaps(start)
         more = self.schema.runs - 1  # of a row, after the first
         with self.open() as file:
             self._extend_ranges(file)
@@ -245,6 +288,8 @@ class SegmentReader:
         with self.open() as file:
             for batch, rows in enumerate(self.rows):
                 try:
+                    if batch in self.gaps:
+                        raise DamagedRowsError(self, batch)
                     for number in range(len(self._batches.columns)):
                         self._raw(file, number, batch, 0, rows)
                 except DamagedRowsError as damage:
@@ -257,6 +302,7 @@ class SegmentReader:
 
     def all_batches(self, start: int = 0) -> list[tuple[int, int, int]]:
         """Return all batches from `start` on, with all their rows."""
+        self._check_gaps(start)
         return [(i, 0, self.rows[i]) for i in range(start, len(self.rows)) if i not in self.bad]
 
     def read(self, columns: Sequence[Column], parts: Sequence[tuple[int, int, int]]) -> list[Array]:
