@@ -5,12 +5,14 @@ events, and so does lox: the number is in the name of the row.
 """
 
 import importlib.util
+import itertools
 import json
 import pickle
 import shutil
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from timing import Row, compare
 
 import lox
 from lox._data._logdict import Layout
-from lox.store import Writer
+from lox.store import Writer, _segment
 
 FLUSHES, EVENTS, KEYS = 200, 20, 5  # events of each key in a flush
 RUN = jax.random.key(0)
@@ -292,7 +294,160 @@ def board_lanes(folder: Path, values: dict[str, np.ndarray], run: int, key: str)
     return lambda: board.read(key)
 
 
+# --- what checksums cost ---------------------------------------------------------------------------
+
+
+def without_checksums(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Make all checksums zeros, which cost nothing to compute or to compare."""
+    real = _segment.checksums
+
+    def zeros(columns: Any) -> bytes:
+        return b"0" * sum(8 * -(-len(data) // _segment.BLOCK) for data in columns)
+
+    def bare() -> None:
+        _segment.checksums = zeros
+        call()
+        _segment.checksums = real
+
+    return bare
+
+
+def checksums() -> Iterator[Row]:
+    """Measure a flush and a load with and without checksums, in turns."""
+    for name, logs in (("one flush", make_logs(0)), ("one flush of 100,000", make_logs(0, 100_000))):
+        with Directory() as directory:
+            store, bare = directory.open("lox"), directory.open("lox without")
+            flush = lambda store=store, logs=logs: store.append(logs)  # noqa: E731
+            flush_bare = without_checksums(lambda bare=bare, logs=logs: bare.append(logs))
+            yield compare(f"store, {name}: without checksums", flush, flush_bare, unit="us", goal=1.05)
+            store.close()
+            bare.close()
+    with Directory() as directory:
+        store, bare = directory.open("lox"), directory.open("lox without")
+        for start in range(0, 2_000_000, 100_000):
+            logs = make_logs(start, 100_000, keys=1)
+            store.append(logs)
+            without_checksums(lambda logs=logs: bare.append(logs))()
+        store.close()
+        bare.close()
+        read, read_bare = (lambda: store.read("key0")), without_checksums(lambda: bare.read("key0"))
+        yield compare("store, read 2,000,000: without checksums", read, read_bare, goal=1.05)
+
+
+# --- many runs in a directory ------------------------------------------------------------------------
+
+FEW_RUNS, MANY_RUNS = 100, 10_000
+
+
+def write_runs(folder: Path, count: int) -> None:
+    """Write runs as `count` programs would, one after the other."""
+    for seed in range(count):
+        with Writer(folder) as writer:
+            writer.append(writer.open_run(None, [0, seed], "threefry2x32", {"lr": seed / 10}), make_logs(0))
+
+
+def write_npz(folder: Path, count: int) -> None:
+    folder.mkdir()
+    for seed in range(count):
+        np.savez(folder / f"{seed}.npz", **make_logs(0))
+
+
+def once(call: Callable[[], Any]) -> float:
+    """Return the milliseconds of one call, the best of a few."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return min(times)
+
+
+def runs_in(folder: Path, count: int) -> dict[str, float]:
+    """Measure what is done with a directory of so many runs, in ms."""
+    fresh = itertools.count(count)
+    prng_key = jax.random.key(count // 2)
+    all_keys = np.stack([np.zeros(count), np.arange(count)], 1).astype(np.uint32)
+
+    def open_one() -> None:
+        with Writer(folder) as writer:
+            writer.open_run(None, [1, next(fresh)], "threefry2x32")
+
+    return {
+        "open one more": once(open_one),
+        "load a key of one": once(lambda: lox.load(folder, prng_key, argnames="key3")),
+        "list": once(lambda: lox.runs(folder)),
+        "load a key of all": once(lambda: lox.load(folder, all_keys, argnames="key3")),
+    }
+
+
+def many_runs() -> Iterator[Row]:
+    """Measure a directory with 10,000 runs against one with 100, against npz, and compacted."""
+    with Directory() as directory:
+        times, wrote = {}, 0.0
+        for count in (FEW_RUNS, MANY_RUNS):
+            start = time.perf_counter()
+            write_runs(directory.folder / f"{count}", count)
+            wrote = time.perf_counter() - start
+            write_npz(directory.folder / f"npz{count}", count)
+            times[count] = runs_in(directory.folder / f"{count}", count)
+        for what, few in times[FEW_RUNS].items():
+            of_all = what in ("list", "load a key of all")
+            per = MANY_RUNS / FEW_RUNS if of_all else 1
+            name = f"store, {MANY_RUNS:,} runs, {what}: {FEW_RUNS} runs" + ", each" * of_all
+            yield Row(name, "ms", times[MANY_RUNS][what] / per, few)
+        npz = directory.folder / f"npz{MANY_RUNS}"
+        load_one = lambda: np.load(npz / "5000.npz")["key3"]  # noqa: E731
+        load_all = lambda: [np.load(file)["key3"] for file in npz.iterdir()]  # noqa: E731
+        for what, load in (("load a key of one", load_one), ("load a key of all", load_all)):
+            yield Row(f"store, {MANY_RUNS:,} runs, {what}: npz", "ms", times[MANY_RUNS][what], once(load))
+        folder = directory.folder / f"{MANY_RUNS}"
+        files = sum(1 for file in folder.rglob("*") if file.is_file())
+        start = time.perf_counter()
+        lox.store.compact(folder)
+        took = time.perf_counter() - start
+        left = sum(1 for file in folder.rglob("*") if file.is_file())
+        yield Row(f"store, {MANY_RUNS:,} runs, files: compacted", "files", left, files)
+        yield Row(f"store, {MANY_RUNS:,} runs, compact: to write them", "s", took, wrote)
+        for what, compacted in runs_in(folder, MANY_RUNS).items():
+            yield Row(f"store, {MANY_RUNS:,} runs, compacted, {what}: not", "ms", compacted, times[MANY_RUNS][what])
+
+
+def sweep() -> Iterator[Row]:
+    """Measure 4,096 lanes with the same PRNG keys under one, two and three configs."""
+    prng_keys = jax.vmap(jax.random.key)(np.arange(4096))
+    words = np.asarray(jax.random.key_data(prng_keys))
+    times: list[dict[str, float]] = []
+    with Directory() as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore", lox.LoxWarning)  # which of several runs of a PRNG key is loaded
+        folder = directory.folder / "lox"
+        for lr in (0.1, 0.01, 0.001):
+            values = {f"key{i}": np.sin(np.arange(20 * 4096) + i).reshape(20, 4096) for i in range(KEYS)}
+            with Writer(folder) as writer:
+                runs = writer.open_runs(None, words, "threefry2x32", [{"lr": lr}] * 4096)
+                writer.append(runs, lox.logdict.from_arrays(values, steps={"step": np.arange(20)}, lanes=1))
+            times.append(
+                {
+                    "runs": once(lambda: lox.runs(folder)),
+                    "by config": once(lambda lr=lr: lox.load(folder, prng_keys, "key3", where={"lr": lr})),
+                    "by key": once(lambda: lox.load(folder, prng_keys, "key3")),
+                    "one by key": once(lambda: lox.load(folder, prng_keys[7], "key3")),
+                }
+            )
+        for what in times[0]:
+            for n in (1, 2):
+                yield Row(f"store, 4,096 lanes × {n + 1}, {what}: × 1", "ms", times[n][what], times[0][what])
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        yield Row("store, 4,096 lanes × 3: files", "files", len(files), 12_288)
+
+
 LANES_OF = {"pickle": pickled_lanes, "npz": npz_lanes, "JSONL": jsonl_lanes, "TensorBoard": board_lanes}
 
 
-CASES = {"store-append": append, "store-read": read, "store-read-one": read_one}
+CASES = {
+    "store-append": append,
+    "store-read": read,
+    "store-read-one": read_one,
+    "store-checksums": checksums,
+    "store-runs": many_runs,
+    "store-sweep": sweep,
+}

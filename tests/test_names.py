@@ -149,3 +149,11 @@ def test_names_that_are_taken_are_numbered() -> None:
 def test_many_lanes_of_one_prng_key() -> None:
     taken = names.Taken()
     assert len({taken.take(name) for name in names.of_runs([[0, 42]] * 20_000)}) == 20_000
+
+
+def test_configs_keep_the_order_of_their_keys(tmp_path: Any) -> None:
+    config = {"width": 2, "lr": jnp.float32(0.5), "adam": {"z": 1, "b": 2}}
+    with lox.SaveLogger(tmp_path) as logger:
+        jax.jit(lambda lr: logger.init(jax.random.key(0), {**config, "lr": lr}))(0.5)
+    (run,) = lox.runs(tmp_path)
+    assert repr(run.config) == "{'width': 2, 'lr': 0.5, 'adam': {'z': 1, 'b': 2}}"

@@ -1048,3 +1048,12 @@ def test_runs_that_log_together(tmp_path, count, chance):
                     same(actual[key], whole[key])
             if len(whole["x"]):
                 same((actual.step["x"], actual.time["x"]), (whole["step"], whole["time"]))
+
+
+def test_a_config_that_contains_itself(tmp_path):
+    config = {"lr": 0.1}
+    config["again"] = config
+    with pytest.raises(lox.LogTypeError, match=r"`config\['again'\]` is `config` again"):
+        Writer(tmp_path, config=config)
+    with Writer(tmp_path) as writer, pytest.raises(lox.LogTypeError, match="what contains itself"):
+        writer.open_run("a", config=config)

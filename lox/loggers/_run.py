@@ -1,7 +1,6 @@
 """Runs: a few numbers on the device, an object on the host."""
 
 import dataclasses
-import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 from lox import _errors
 from lox.loggers._files._rows import plain
 from lox.store import names
+from lox.store._group import check_nesting
 from lox.store._prng_keys import impl_name, is_prng_key
 
 
@@ -73,39 +73,11 @@ def prng_key_words(prng_key: Any) -> tuple[Any, str | None]:
     return words, impl
 
 
-_DEEPEST = 100  # levels of a config; beyond some more, neither JAX nor JSON can handle them
-
-
 def check_config(config: Any) -> None:
     """Raise an error if this is not the config of a run."""
     if config is not None and not isinstance(config, Mapping):
         raise _errors.LogTypeError(f"`config` is {config!r}; it must be a dict of hyper-parameters.")
     check_nesting(config)
-
-
-def check_nesting(
-    value: Any, place: str = "config", outer: Mapping[int, str] = types.MappingProxyType({}), fields: bool = False
-) -> None:
-    """Raise an error if a config contains itself. It must not get to JAX, after whose attempt Python is unusable.
-
-    With `fields`, those of dataclasses count too, because they will be written; otherwise their text is.
-    """
-    if id(value) in outer:
-        raise _errors.LogTypeError(
-            f"`{place}` is `{outer[id(value)]}` again: what contains itself cannot be written. Leave it out."
-        )
-    if len(outer) > _DEEPEST:
-        raise _errors.LogTypeError(f"`{place}` is more than {_DEEPEST} levels deep in the config. Leave it out.")
-    if isinstance(value, Mapping):
-        inside = [(f"{place}[{name!r}]", x) for name, x in value.items()]
-    elif isinstance(value, list | tuple | set | frozenset):
-        inside = [(f"{place}[{n}]", x) for n, x in enumerate(value)]
-    elif fields and dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inside = [(f"{place}.{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    else:
-        return
-    for where, x in inside:
-        check_nesting(x, where, {**outer, id(value): place}, fields)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,6 +86,7 @@ class ConfigTree:
 
     treedef: Any
     static: tuple[Any, ...]  # the leaves, with `_ARRAY` in place of arrays
+    model: Any = None  # the config, for the order of its keys, which JAX sorts
 
     @classmethod
     def of(cls, config: Any) -> tuple["ConfigTree", list[Any]]:
@@ -129,15 +102,25 @@ class ConfigTree:
         # NumPy arrays stay in Python too: a program would cut numbers of 64 bits.
         static = tuple(_ARRAY if isinstance(x, jax.Array) else x for x in leaves)
         arrays = [jax.random.key_data(x) if is_prng_key(x) else x for x in leaves if isinstance(x, jax.Array)]
-        return cls(treedef, static), arrays
+        return cls(treedef, static, _keys(config)), arrays
 
     def rebuild(self, arrays: list[np.ndarray]) -> dict[str, Any]:
         """Return the config of one run, with Python numbers in place of single ones."""
         rest = iter(arrays)
-        return jax.tree.unflatten(self.treedef, [_single(next(rest) if x is _ARRAY else x) for x in self.static])
+        leaves = [_single(next(rest) if x is _ARRAY else x) for x in self.static]
+        return _in_order(jax.tree.unflatten(self.treedef, leaves), self.model)
 
 
 _ARRAY = object()
+
+
+def _keys(config: Any) -> Any:
+    """Return the keys of dicts inside of dicts."""
+    return {key: _keys(value) for key, value in config.items()} if type(config) is dict else None
+
+
+def _in_order(config: Any, model: Any) -> Any:
+    return {key: _in_order(config[key], inside) for key, inside in model.items()} if model is not None else config
 
 
 def _single(x: Any) -> Any:

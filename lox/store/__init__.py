@@ -3,6 +3,7 @@
     DIR/<group-id>/meta.json           one group for each opening of a logger or of `lox.save`
     DIR/<group-id>/runs.jsonl          its runs: names, PRNG keys, hyper-parameters
     DIR/<group-id>/p0000-000.arrows    their events
+    DIR/.lox/index                     where to find runs among many groups; it can be deleted
 
 A segment (`.arrows`) is an Arrow IPC stream with the columns `run` (the number of a line in runs.jsonl), `wall`
 (seconds since 1970), one for each step and one for each array that was logged; the metadata of a column give its key

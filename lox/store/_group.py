@@ -16,8 +16,9 @@ import secrets
 import socket
 import sys
 import time
+import types
 import zlib
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ _FAR_FUTURE = 2.0e11  # larger times cannot be dates
 
 _CRC, _CRC_SIZE = b', "crc": "%08x"}', 20  # the end of a line
 _NEW = ("crc", "title", "order", "end", "begin")  # what lines of format 1, which have no checksum, do not have
+
+_DEEPEST = 100  # levels of a config; beyond some more, neither JAX nor JSON can handle them
 
 WAY_OUT = "Choose another directory, or make this one writable."
 
@@ -184,6 +187,31 @@ def _check(raw: bytes, line: Any) -> None:
 def checksum(value: Any) -> str:
     """Return the checksum of what is about to be written as JSON, or was read."""
     return f"{zlib.crc32(json.dumps(value).encode()):08x}"
+
+
+def check_nesting(
+    value: Any, place: str = "config", outer: Mapping[int, str] = types.MappingProxyType({}), fields: bool = False
+) -> None:
+    """Raise an error if a config contains itself. It must not get to JAX, after whose attempt Python is unusable.
+
+    With `fields`, those of dataclasses count too, because they will be written; otherwise their text is.
+    """
+    if id(value) in outer:
+        raise _errors.LogTypeError(
+            f"`{place}` is `{outer[id(value)]}` again: what contains itself cannot be written. Leave it out."
+        )
+    if len(outer) > _DEEPEST:
+        raise _errors.LogTypeError(f"`{place}` is more than {_DEEPEST} levels deep in the config. Leave it out.")
+    if isinstance(value, Mapping):
+        inside = [(f"{place}[{name!r}]", x) for name, x in value.items()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        inside = [(f"{place}[{n}]", x) for n, x in enumerate(value)]
+    elif fields and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [(f"{place}.{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    else:
+        return
+    for where, x in inside:
+        check_nesting(x, where, {**outer, id(value): place}, fields)
 
 
 def plain(value: Any) -> Any:

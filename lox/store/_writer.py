@@ -127,6 +127,7 @@ class Writer:
         self._process = process or 0
         self._buffer_bytes, self._segment_bytes = min(buffer_bytes, MOST_WAITING), segment_bytes
         self._write_once, self._lines = write_once, b""
+        _group.check_nesting(config, fields=True)
         self._config = _group.plain(config)
         self._warn = _sites.warner()
         self._lock = threading.RLock()
@@ -189,6 +190,8 @@ class Writer:
         have from there on is hidden, because it is computed again.
         """
         mode = _catalog.check_mode(mode)
+        for config in configs or ():
+            _group.check_nesting(config, fields=True)
         wanted = bases = [names.UNNAMED] if run_names is None else list(run_names)
         words: list[Any] = [None] * len(bases)
         impl = None

@@ -13,7 +13,7 @@ from lox import _errors
 from lox.loggers._batch import Batch
 from lox.loggers._files._plain import folder, is_missing
 from lox.loggers._logger import Logger
-from lox.loggers._run import Run, check_nesting
+from lox.loggers._run import Run
 from lox.store import _catalog, _group, _open
 from lox.store._writer import MOST_WAITING, Writer
 
@@ -82,8 +82,6 @@ class SaveLogger(Logger):
 
     def open_lanes(self, runs: list[Run]) -> None:
         """Begin runs; the first one creates the directory."""
-        for run in runs:
-            check_nesting(run.config, fields=True)
         if self._writer is None:
             self._writer = Writer(self.path, **self._options)
             self._writer._warn = self._pipeline.errors.warn

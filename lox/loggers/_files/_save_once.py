@@ -13,8 +13,9 @@ from lox._data._logdict import logdict
 from lox._engine import _emit
 from lox._engine._emit import Packet
 from lox._engine._primitive import as_array
-from lox.loggers._run import ConfigTree, check_nesting
+from lox.loggers._run import ConfigTree
 from lox.store._catalog import check_mode
+from lox.store._group import check_nesting
 from lox.store._prng_keys import KeyData, impl_name, is_prng_key, words_of
 from lox.store._writer import Writer
 
