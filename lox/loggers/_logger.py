@@ -110,6 +110,15 @@ class Logger:
         for run in runs:
             self.open(run)
 
+    def _resumable(self, wanted: list[str]) -> tuple[Iterable[str], str] | None:
+        """Return the names of the runs that can be resumed, at least those like the wanted ones, and where they are.
+
+        `resume` then gives a run the name that it has there, before `open`. None: the logger does that itself, or
+        begins another run.
+        """
+        del wanted
+        return None
+
     def finish(self, run: Run) -> None:
         """End a run, because it or the logger is being closed."""
 

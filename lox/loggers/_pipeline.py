@@ -117,6 +117,9 @@ class Pipeline:
     def open(self, runs: list[Run], eager: bool) -> None:
         """Open runs. Errors reach a user who waits for it (`eager`), but never a compiled program."""
         self._register()
+        missing = self._find([run for run in runs if run.resumed is not None])
+        if missing and eager:
+            raise next(iter(missing.values()))
         for together in [runs] if self._opens_lanes and runs else [[run] for run in runs]:
             numbers = {run.id: run for run in together}
             if eager:
@@ -127,12 +130,43 @@ class Pipeline:
             self.runs.update(numbers)  # even if opening fails: the program goes on and sends events
             self.broken.update(numbers)
             with self.isolated(f"opening {_run_names(together)}"):
+                for error in (missing[run.id] for run in together if run.id in missing):
+                    raise error
                 self.logger.open_lanes(together)
                 self.broken.difference_update(numbers)
         # Queued events must be written before a client ends its runs at exit. It registers that when it opens its
         # first run, and atexit calls the last one registered first.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
+
+    def _find(self, runs: list[Run]) -> dict[int, Exception]:
+        """Give runs that are resumed the names that the logger knows them by; return errors about the others."""
+        if not runs:
+            return {}
+        self._drain()  # what was logged to those that are still open
+        wanted = [run.name for run in runs]
+        with self._lock:
+            try:
+                there = self.logger._resumable(wanted)
+            except Exception as error:
+                return {run.id: error for run in runs}
+        if there is None:
+            return {}
+        existing, place = [*there[0]], there[1]
+        seeds = [names.of_runs([run.key], run.impl)[0] for run in runs]
+        found = dict(zip(runs, names.to_resume(wanted, seeds, existing), strict=True))
+        # Two attempts at once would write to the same place.
+        busy = [run.id for run in self.runs.values() if run.name in found.values()]
+        self._finish([number for number in busy if number not in self.broken | self.ended])
+        for run, name in found.items():
+            run.name = name or run.name
+        known = _errors.listing(existing[-8:])
+        why = f"the last runs there are {known}: give `resume` the config or the name" if existing else "it has no run"
+        return {
+            run.id: _errors.RunNotFoundError(f"{self.name} cannot resume {run.name!r} in {place}: {why}.")
+            for run, name in found.items()
+            if name is None
+        }
 
     def _register(self) -> Writer:
         writer = self._writer

@@ -1,12 +1,15 @@
 """`CsvLogger`: a table per run."""
 
+import csv
 import itertools
 import json
 import os
+import pathlib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from lox import _errors
 from lox._data._bundle import Bundle
 from lox.loggers._files._plain import FileLogger, RunFile
 from lox.loggers._files._rows import strict_json
@@ -46,10 +49,16 @@ class CsvLogger(FileLogger):
 
     suffix = ".csv"
 
+    def columns(self, file: pathlib.Path) -> Iterable[str]:
+        """Return the names of the columns."""
+        with open(file, newline="", encoding="utf-8") as table:
+            return [name.removeprefix("'") for name in next(csv.reader(table), [])]
+
     def add(self, run: Run, bundles: list[Bundle]) -> None:
         """Add one row per event."""
         run_file: RunFile = run.resource
-        table = [{column: _cell(x) for column, x in row.items()} for row in self.rows(run, bundles, split=True)]
+        rows = self.rows(run, bundles, split=True)
+        table = [{_errors.encodable(column): _cell(x) for column, x in row.items()} for row in rows]
         new = list(dict.fromkeys(column for row in table for column in row if column not in run_file.columns))
         if new:
             self._widen(run, new)

@@ -1,6 +1,8 @@
 """`JsonlLogger`: a JSON object per event."""
 
 import json
+import pathlib
+from collections.abc import Iterable
 
 from lox._data._bundle import Bundle
 from lox.loggers._files._plain import FileLogger
@@ -29,6 +31,11 @@ class JsonlLogger(FileLogger):
     """
 
     suffix = ".jsonl"
+
+    def columns(self, file: pathlib.Path) -> Iterable[str]:
+        """Return the names that say their kind."""
+        with open(file, "rb") as lines:
+            return {name for line in lines if b' [key]"' in line or b' [step]"' in line for name in json.loads(line)}
 
     def add(self, run: Run, bundles: list[Bundle]) -> None:
         """Add one line per event."""

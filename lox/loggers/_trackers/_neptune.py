@@ -68,12 +68,20 @@ class NeptuneLogger(CurveLogger):
 
     def open(self, run: Run) -> None:
         """Begin a Neptune run."""
+        super().open(run)
         given = self._options_of(run)
-        run.name = self._names.take(run.name)
+        before = run.name
+        if run.resumed is not None:
+            self._names.names.add(before)
+        run.name = self._names.take(before)
         options = {**_DEFAULTS, "name": run.name, **given}
         if options.get("mode") is None and not os.environ.get("NEPTUNE_MODE"):
             options["mode"] = "offline"
         run.resource = _NeptuneRun(self._client.init_run(**options))
+        if run.resumed is not None:
+            resumes = dict(zip(("run", "step", "number"), (before, *run.resumed), strict=True))
+            for field, value in resumes.items():
+                run.resource.client[run.resource.fields.of("resumes", f"resumes/{field}")] = value
         for scope, value in flat(run.config):
             run.resource.client[run.resource.fields.of("config", "config/" + "/".join(scope))] = _plain(value)
 
