@@ -303,7 +303,7 @@ def test_a_run_that_does_not_exist(make: Any, tmp_path: Any) -> None:
     with (
         make(tmp_path) as logger,
         pytest.raises(
-            lox.RunNotFoundError, match=rf"{make.__name__} cannot resume '7' in '{tmp_path}': it has no run\."
+            lox.RunNotFoundError, match=rf"{make.__name__} cannot resume '7' in '{tmp_path}': it has no such run\."
         ),
     ):
         logger.resume(jax.random.key(7), step=3)

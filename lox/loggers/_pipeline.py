@@ -160,8 +160,8 @@ class Pipeline:
         self._finish([number for number in busy if number not in self.broken | self.ended])
         for run, name in found.items():
             run.name = name or run.name
-        known = _errors.listing(existing[-8:])
-        why = f"the last runs there are {known}: give `resume` the config or the name" if existing else "it has no run"
+        known = f"the last runs there are {_errors.listing(existing[-8:])}: give `resume` the config or the name"
+        why = known if existing else "it has no such run"
         return {
             run.id: _errors.RunNotFoundError(f"{self.name} cannot resume {run.name!r} in {place}: {why}.")
             for run, name in found.items()

@@ -116,7 +116,7 @@ class MLflowLogger(CurveLogger):
         self._to_resume = {}
         for start in {name.split(" ")[0] for name in wanted}:
             self._to_resume |= self._runs_like(start)
-        return self._to_resume, f"experiment {self.experiment!r} of {self.tracking_uri!r}"
+        return self._to_resume or self._runs_like(""), f"experiment {self.experiment!r} of {self.tracking_uri!r}"
 
     def _reopen(self, run: Run, params: dict[str, str]) -> None:
         """Go on with an MLflow run. Its parameters cannot change: tags have the new values."""
