@@ -563,3 +563,57 @@ def test_kill_a_training_and_resume_it(tmp_path: Any) -> None:
         logs = lox.load(path / "runs", jax.vmap(jax.random.key)(jnp.arange(2)))
         assert same(logs, expected)
         assert {run.resumed for run in lox.runs(path / "runs")} <= {"resumed exactly", None}
+
+
+WITH_ORBAX = """
+    import os, signal, sys
+    import jax, jax.numpy as jnp, lox
+    import orbax.checkpoint as ocp
+
+    directory, checkpoints, killed_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    logger, manager = lox.SaveLogger(directory), ocp.CheckpointManager(checkpoints)
+
+    def train_step(w, n):
+        lox.log({"loss": jnp.sin(w)}, step=n)
+        return w * 1.01 + 0.1
+
+    one_step = jax.jit(jax.vmap(lambda state, w, n: logger.tap(train_step, state)(w, n), (0, 0, None)))
+    first, w = manager.latest_step() or 0, jnp.arange(2.0)
+    if first:
+        w = manager.restore(first, args=ocp.args.StandardRestore({"w": w}))["w"]
+        states = jax.vmap(lambda key: logger.resume(key, step=first))(keys)
+    else:
+        states = jax.vmap(logger.init)(keys)
+    for n in range(first, 60):
+        w = one_step(states, w, n)
+        if n % 10 == 9:
+            logger.flush()
+            manager.save(n + 1, args=ocp.args.StandardSave({"w": w}))
+            if n == 9:
+                manager.wait_until_finished()  # or a program killed now would begin another run
+        if n == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    manager.close()
+    logger.close()
+"""
+
+
+@pytest.mark.slow
+def test_checkpoints_of_orbax(tmp_path: Any) -> None:
+    """Killed while a checkpoint is being saved, and in between."""
+    pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is installed with the newest JAX only")
+
+    def run(path: Path, killed_at: int) -> int:
+        code = textwrap.dedent(WITH_ORBAX)
+        command = [sys.executable, "-c", code, str(path / "runs"), str(path / "checkpoints"), str(killed_at)]
+        return subprocess.run(command, timeout=HANG).returncode
+
+    assert run(tmp_path / "whole", -1) == 0
+    for killed_at in (15, 29, 47):
+        assert run(tmp_path / "killed", killed_at) == -signal.SIGKILL
+    assert run(tmp_path / "killed", -1) == 0
+    keys = KEYS[:2]
+    logs = lox.load(tmp_path / "killed" / "runs", keys)
+    assert same(logs, lox.load(tmp_path / "whole" / "runs", keys)) and logs.step["loss"].shape == (2, 60)
+    assert {(run.attempts, run.resumed) for run in lox.runs(tmp_path / "killed" / "runs")} == {(4, "resumed exactly")}
