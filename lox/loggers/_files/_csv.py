@@ -43,6 +43,10 @@ class CsvLogger(FileLogger):
     costs a copy of the file per set of new keys; with thousands of keys that come one by one, use `JsonlLogger`.
     Existing files are left alone: the run is then called `42.1`. The config given to `init` is in `42.csv.config.json`.
 
+    `resume` goes on with the file. Rows of the first attempt have an empty cell in the column `attempt`, those of
+    further ones 1, 2, ...: sorted by it, the last row of each step is the newest. `42.csv.attempts.json` has, for each,
+    the first step that was computed again, and the config that `resume` got. A key of that name is `attempt [key]`.
+
     Args:
         path: The folder; it is created with the first run.
     """

@@ -26,6 +26,10 @@ class JsonlLogger(FileLogger):
     the run is then called `42.1`. A `lox.Histogram` is an object of its bins, mean and spread, a `lox.Image` the name
     of a PNG file in `42.media/`. The config given to `init` is in `42.jsonl.config.json`.
 
+    `resume` goes on with the file. Lines of the first attempt have no `"attempt"`, those of further ones have 1, 2, ...
+    `42.jsonl.attempts.json` has, for each, the first step that was computed again, and the config that `resume` got. A
+    key of that name is `"attempt [key]"`.
+
     Args:
         path: The folder; it is created with the first run.
     """

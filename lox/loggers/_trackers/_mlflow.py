@@ -52,6 +52,12 @@ class MLflowLogger(CurveLogger):
     Names that MLflow refuses, such as `a[0]`, are escaped, `a_x5b_0_x5d_`; `MLflowLogger.key_of` returns the key. The
     config given to `init` becomes the run's parameters.
 
+    `resume` goes on with the newest run of that name. Nothing in MLflow can be hidden, so tags say what is computed
+    again: a point of a metric is replaced by attempt 1 if its timestamp is before `lox.attempt.1.time` and its step is
+    `lox.attempt.1.step` or later; `lox.attempt` is the number of the last attempt, `lox.resumed_step` its first step.
+    Parameters cannot change: the tag `lox.attempt.1.config.lr` has the new value. Bins of histograms are then in
+    `histograms/NAME/attempt1-*.jsonl`.
+
     Args:
         experiment: The name of the experiment; it is created if there is none.
         tracking_uri: Where to log: a database or a server. By default the one set by `mlflow.set_tracking_uri` or the

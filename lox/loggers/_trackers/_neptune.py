@@ -49,6 +49,10 @@ class NeptuneLogger(CurveLogger):
     Neptune cannot have are escaped, and `NeptuneLogger.key_of` returns the key: next to a series `a`, a series `a/b` is
     called `a_x2f_b`. The config given to `init` is in the namespace `config`.
 
+    `resume` begins another run: the client can go on with one only by the identifier that a server gave it, and offline
+    there is none. Its fields `resumes/run`, `resumes/step` and `resumes/number` say which run it goes on with, and the
+    first step that is computed again.
+
     Args:
         step: The name of the step to use as Neptune's.
         arrays: How to show plain arrays: as "elements" or as a "histogram".

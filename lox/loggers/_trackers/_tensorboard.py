@@ -46,6 +46,10 @@ class TensorBoardLogger(CurveLogger):
     An event in TensorBoard has one step, an integer. It is the step called `step`, or else the event's first step, or
     else one more than the last. Other steps of an event are written as scalars of their own.
 
+    `resume` adds a file to the folder of the run, which makes TensorBoard hide all events from that step on in the
+    files before. That is TensorBoard's step, so `resume` must get the one that this logger uses. Events without a step
+    are counted from there on. The config that `resume` got is a text at that step.
+
     Writing needs no other package: the files are encoded here, hundreds of times faster than by TensorBoard's own
     writer. To look at them, `pip install 'lox-jax[tensorboard]'`.
 

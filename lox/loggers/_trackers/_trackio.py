@@ -43,10 +43,14 @@ class TrackioLogger(CurveLogger):
     such. Arrays of up to 64 elements have one value per element, `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`.
     Floats are double precision; NaN, infinities and integers of 64 bits are kept.
 
-    Trackio reserves some names, such as `time`: they are escaped, `time_x_`, and `TrackioLogger.key_of` returns the
-    key. Trackio and its environment variables, `TRACKIO_DIR` and `TRACKIO_SPACE_ID`, decide where the data goes. Its
-    own thread sends rows to a Space or a server, and warns if it cannot; on this machine, `flush` waits for them, and
-    raises an error if they could not be written.
+    `resume` goes on with a run on this machine. Rows of further attempts have a value `attempt`: 1, 2, ... The config
+    is the newest, and its list `attempts` has, for each, the first step that was computed again, and the values before
+    and after of what has changed.
+
+    Trackio reserves some names, such as `time`, and `attempt` is ours: they are escaped, `time_x_`, and
+    `TrackioLogger.key_of` returns the key. Trackio and its environment variables, `TRACKIO_DIR` and `TRACKIO_SPACE_ID`,
+    decide where the data goes. Its own thread sends rows to a Space or a server, and warns if it cannot; on this
+    machine, `flush` waits for them, and raises an error if they could not be written.
 
     Args:
         project: The name of the project.

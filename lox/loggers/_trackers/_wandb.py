@@ -124,6 +124,11 @@ class WandbLogger(Logger):
     Offline, W&B drops what it cannot write, on a full disk for instance, and everything after it. `flush` and `close`
     raise an error if there are signs of that.
 
+    `resume` forks the newest W&B run of that name: `42.1` has what `42` has up to the step, and goes on from there. For
+    that, `resume` must get the step called `step`. At another step, or offline, where W&B cannot look at other runs, it
+    begins another run of the group. In both cases the config says so, `{"resumes": {"run": "42", "at": {"step":
+    1000}}}`, with the values before of what has changed as `was`, if they are known.
+
     Your own runs are separate: `wandb.init()` never returns a run of the logger, and `wandb.finish()` never ends one.
 
     `lox.Histogram` and `lox.Image` are shown as such. Arrays of up to 64 elements have one metric per element, `xs/0`,
