@@ -229,16 +229,16 @@ def jsonl_rows(file: Path) -> Any:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def read_tensorboard(path: Path) -> Any:
+def read_tensorboard(path: Path, key: str = "loss") -> Any:
     accumulators = optional.package("tensorboard.backend.event_processing.event_accumulator")
     runs = {}
     for folder in path.iterdir():
         events = accumulators.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-        runs[folder.name] = [(e.step, e.value) for e in events.Scalars("loss")]
+        runs[folder.name] = [(e.step, e.value) for e in events.Scalars(key)]
     return runs
 
 
-def read_tensorboard_server(path: Path) -> Any:
+def read_tensorboard_server(path: Path, key: str = "loss") -> Any:
     """Return what TensorBoard's other implementation, the data server, shows; in a process of its own, as it leaks."""
     if isinstance(optional.package("tensorboard_data_server"), optional.Missing):
         pytest.skip("tensorboard_data_server is not installed")
@@ -258,9 +258,9 @@ def read_tensorboard_server(path: Path) -> Any:
             time.sleep(0.1)
             options = dict(experiment_id="", plugin_name="scalars", downsample=10**6)
             read = server.data_provider.read_scalars(RequestContext(), **options)
-        print(json.dumps({run: [(e.step, e.value) for e in tags["loss"]] for run, tags in read.items()}))
+        print(json.dumps({run: [(e.step, e.value) for e in tags[sys.argv[3]]] for run, tags in read.items()}))
     """
-    command = [sys.executable, "-c", code, str(path), str(len(list(path.iterdir())))]
+    command = [sys.executable, "-c", code, str(path), str(len(list(path.iterdir()))), key]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True)
     return {run: [tuple(event) for event in events] for run, events in json.loads(done.stdout).items()}
 
@@ -296,6 +296,18 @@ def test_a_step_for_every_lane_of_other_loggers(make: Any, read: Any, tmp_path: 
         for n, first in enumerate((12, 3, 7)):
             logger.tap(train(first, 20), jax.tree.map(lambda x, n=n: x[n], states))(float(n))
     assert read(tmp_path / "runs") == read(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("make, read", OTHERS[:3])
+@pytest.mark.parametrize("same_key", [False, True])
+def test_lanes_without_a_seed_and_lanes_with_the_same(make: Any, read: Any, same_key: bool, tmp_path: Any) -> None:
+    """They are told apart by their order."""
+    keys = jnp.stack([jax.random.key(7)] * 3) if same_key else jax.random.split(jax.random.key(7), 3)
+    attempt(tmp_path / "whole", init, 0, 20, make=make, key=keys)
+    attempt(tmp_path / "runs", init, 0, 12, make=make, key=keys)
+    attempt(tmp_path / "runs", resumed_at(6), 6, 20, make=make, key=keys)
+    assert read(tmp_path / "runs") == read(tmp_path / "whole")
+    assert sorted(read(tmp_path / "runs")) == (["7", "7.1", "7.2"] if same_key else ["lane0", "lane1", "lane2"])
 
 
 @pytest.mark.parametrize("make", [CsvLogger, JsonlLogger, TensorBoardLogger])
@@ -385,6 +397,14 @@ def test_text_files(tmp_path: Any) -> None:
         ]
 
 
+def test_notes_of_a_file_that_was_removed(tmp_path: Any) -> None:
+    for begin in (init, resumed_at(2), init, resumed_at(2)):
+        if begin is init:
+            (tmp_path / "0.csv").unlink(missing_ok=True)
+        attempt(tmp_path, begin, 2, 4, make=CsvLogger, key=KEYS[:1])
+    assert [row["attempt"] for row in csv_rows(tmp_path / "0.csv")] == ["", "", "1", "1"]
+
+
 def test_a_sweep_whose_config_changes(tmp_path: Any) -> None:
     """The names have the config in them, and the runs are found all the same."""
     lrs = jnp.array([0.1, 0.2, 0.3])
@@ -431,6 +451,34 @@ def test_what_tensorboard_shows_of_a_resumed_run(tmp_path: Any) -> None:
     assert [e.step for e in events.Images("i")] == list(range(12))
     assert [(e.step, e.value) for e in events.Scalars("loose")] == [(n, n) for n in range(12)]
     assert [e.step for e in events.Tensors("config")] == [0, 5, 6, 7]
+
+
+@pytest.mark.slow
+def test_a_curve_that_does_not_go_on(tmp_path: Any) -> None:
+    """TensorBoard hides its end, but not TensorBoard's data server, which sees single curves only."""
+    with TensorBoardLogger(tmp_path) as logger:
+        state = logger.init(KEYS[0])
+        for n in range(6):
+            logger.log(state, {"loss": n, "rare": n}, step=n)
+    with TensorBoardLogger(tmp_path) as logger:
+        logger.log(logger.resume(KEYS[0], step=3), {"loss": 3}, step=3)
+    for key, read, steps in [
+        ("loss", read_tensorboard, 4),
+        ("loss", read_tensorboard_server, 4),
+        ("rare", read_tensorboard, 3),
+        ("rare", read_tensorboard_server, 6),
+    ]:
+        assert read(tmp_path, key)["0"] == [(n, n) for n in range(steps)], (key, read)
+
+
+def test_tensorboard_after_a_crash(tmp_path: Any) -> None:
+    """Half an event at the end of a file does not keep TensorBoard from the next file."""
+    attempt(tmp_path / "whole", init, 0, 20, make=TensorBoardLogger)
+    attempt(tmp_path / "runs", init, 0, 12, make=TensorBoardLogger)
+    for file in (tmp_path / "runs").glob("*/events*"):
+        os.truncate(file, file.stat().st_size - 5)
+    attempt(tmp_path / "runs", resumed_at(6), 6, 20, make=TensorBoardLogger)
+    assert read_tensorboard(tmp_path / "runs") == read_tensorboard(tmp_path / "whole")
 
 
 def test_the_console_says_so() -> None:

@@ -965,13 +965,13 @@ def test_trackio_goes_on_with_a_run(tmp_path):
         assert config == {
             "lr": 0.125,
             "clip": 1.0,
-            "attempts": [
+            "lox.attempts": [
                 {"attempt": 1, "resumed": {"step": 5}, "changes": {}},
                 {"attempt": 2, "resumed": {"step": 3}, "changes": {"lr": [lr, 0.125], "clip": [None, 1.0]}},
             ],
         }
         logs = SQLiteStorage.get_logs(first.project, name)
-        firsts = {a["attempt"]: a["resumed"]["step"] for a in config["attempts"]}
+        firsts = {a["attempt"]: a["resumed"]["step"] for a in config["lox.attempts"]}
         for key in ("loss", "h"):
             rows = [(row.get("attempt", 0), row["step"], row[key]) for row in logs if key in row]
             expected = SQLiteStorage.get_logs(whole.project, name)

@@ -175,6 +175,7 @@ class OpenFiles(collections.OrderedDict[pathlib.Path, IO[bytes]]):
 
 
 ATTEMPT = "attempt"  # the column of events after a `resume`
+_NOTES = ".attempts.json"
 
 
 class RunFile:
@@ -205,7 +206,7 @@ class FileLogger(Logger):
         """Go on with the file; where from, and what has changed in the config, goes to a file next to it."""
         assert run.resumed is not None
         file = self.path / (run.name + self.suffix)
-        notes = file.with_name(f"{file.name}.attempts.json")
+        notes = file.with_name(file.name + _NOTES)
         attempts = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else []
         step, number = run.resumed
         attempts.append({ATTEMPT: len(attempts) + 1, "resumed": {step: number}, "config": run.config})
@@ -226,6 +227,7 @@ class FileLogger(Logger):
         self.path.mkdir(parents=True, exist_ok=True)
         create_for(run, self._names, lambda name: self.open_files.create(self.path / (name + self.suffix), name))
         run.resource = RunFile(self.path / (run.name + self.suffix))
+        (self.path / f"{run.name}{self.suffix}{_NOTES}").unlink(missing_ok=True)  # of a file that was removed
         if run.config:
             config = json.dumps(strict_json(run.config), indent=2)
             (self.path / f"{run.name}{self.suffix}.config.json").write_text(config + "\n", encoding="utf-8")

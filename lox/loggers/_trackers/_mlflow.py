@@ -136,7 +136,8 @@ class MLflowLogger(CurveLogger):
         tags[f"{prefix}.time"] = int(time.time() * 1000)
         known = before.data.params
         tags |= {f"{prefix}.config.{name}": x for name, x in params.items() if known.get(name, x) != x}
-        self._client.log_batch(run.resource.id, tags=[self._entities.RunTag(k, str(v)) for k, v in tags.items()])
+        for chunk in _chunks([self._entities.RunTag(k, str(v)) for k, v in tags.items()], _PARAMS):
+            self._client.log_batch(run.resource.id, tags=chunk)
         self._log_params(run, {name: x for name, x in params.items() if name not in known})
         self._client.update_run(run.resource.id, status="RUNNING")
 

@@ -48,7 +48,8 @@ class TensorBoardLogger(CurveLogger):
 
     `resume` adds a file to the folder of the run, which makes TensorBoard hide all events from that step on in the
     files before. That is TensorBoard's step, so `resume` must get the one that this logger uses. Events without a step
-    are counted from there on. The config that `resume` got is a text at that step.
+    are counted from there on. The config that `resume` got is a text at that step. TensorBoard's data server, which is
+    there for large folders, hides events of a curve only when the curve goes on.
 
     Writing needs no other package: the files are encoded here, hundreds of times faster than by TensorBoard's own
     writer. To look at them, `pip install 'lox-jax[tensorboard]'`.

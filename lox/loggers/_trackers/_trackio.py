@@ -20,7 +20,7 @@ from lox.store._table import differences, merged
 from lox.store.names import Taken
 
 # Trackio's own columns, and ours.
-_ATTEMPT, _ATTEMPTS = "attempt", "attempts"  # of rows after a `resume`; in the config, all of them
+_ATTEMPT, _ATTEMPTS = "attempt", "lox.attempts"  # of rows after a `resume`; in the config, all of them
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics", _ATTEMPT)
 _BINS = 512  # as many as Trackio itself makes
 
@@ -44,8 +44,8 @@ class TrackioLogger(CurveLogger):
     Floats are double precision; NaN, infinities and integers of 64 bits are kept.
 
     `resume` goes on with a run on this machine. Rows of further attempts have a value `attempt`: 1, 2, ... The config
-    is the newest, and its list `attempts` has, for each, the first step that was computed again, and the values before
-    and after of what has changed.
+    is the newest, and its list `lox.attempts` has, for each, the first step that was computed again, and the values
+    before and after of what has changed.
 
     Trackio reserves some names, such as `time`, and `attempt` is ours: they are escaped, `time_x_`, and
     `TrackioLogger.key_of` returns the key. Trackio and its environment variables, `TRACKIO_DIR` and `TRACKIO_SPACE_ID`,
