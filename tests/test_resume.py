@@ -349,9 +349,12 @@ def test_a_run_that_is_still_open_ends(make: Any, read: Any, tmp_path: Any) -> N
     with make(tmp_path / "runs") as logger:
         before = logger.init(KEYS[0])
         logger.tap(train(0, 12), before)(0.0)
+        with pytest.raises(lox.RunNotFoundError, match="cannot resume '1'"):
+            jax.vmap(lambda key: logger.resume(key, step=8))(KEYS[:2])
+        logger.log(before, {"loss": 0.0}, step=12)  # nothing has happened to it
         state = logger.resume(before, step=8)
         with pytest.raises(lox.LoxError, match="run '0'"):
-            logger.log(before, {"loss": 1.0}, step=12)
+            logger.log(before, {"loss": 1.0}, step=13)
         logger.tap(train(8, 20), state)(0.0)
     assert read(tmp_path / "runs") == read(tmp_path / "whole")
 

@@ -119,10 +119,11 @@ class MLflowLogger(CurveLogger):
 
     def _resumable(self, wanted: list[str]) -> tuple[Iterable[str], str]:
         # By the first words, because the rest may have changed with the config.
-        self._to_resume = {}
+        found: dict[str, Any] = {}
         for start in {name.split(" ")[0] for name in wanted}:
-            self._to_resume |= self._runs_like(start)
-        return self._to_resume or self._runs_like(""), f"experiment {self.experiment!r} of {self.tracking_uri!r}"
+            found |= self._runs_like(start)
+        self._to_resume |= found
+        return found or self._runs_like(""), f"experiment {self.experiment!r} of {self.tracking_uri!r}"
 
     def _reopen(self, run: Run, params: dict[str, str]) -> None:
         """Go on with an MLflow run. Its parameters cannot change: tags have the new values."""

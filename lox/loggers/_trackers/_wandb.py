@@ -207,8 +207,9 @@ class WandbLogger(Logger):
         starts = "|".join(sorted({re.escape(prefix + name.split(" ")[0]) for name in wanted}))
         path = "/".join(filter(None, [given.get("entity") or defaults.entity, project]))
         runs = wandb.Api().runs(path, filters={"display_name": {"$regex": f"^({starts})"}}, order="+created_at")
-        self._parents = {run.name.removeprefix(prefix): run for run in runs}
-        return self._parents, f"project {path!r}"
+        found = {run.name.removeprefix(prefix): run for run in runs}
+        self._parents |= found
+        return found, f"project {path!r}"
 
     def _options_of(self, run: Run) -> dict[str, Any]:
         """Return the arguments of `wandb.init`, for a run that begins."""
