@@ -141,7 +141,7 @@ SHOWN = "�]0;owned�st�ep�[31m��"
 
 def test_no_name_acts_on_a_terminal_or_pipe(clock):
     """Keys, steps, totals and the names of bars, as a line and as a picture."""
-    run = types.SimpleNamespace(id=0, name=HOSTILE)
+    run = types.SimpleNamespace(id=0, name=HOSTILE, resumed=None)
     made = Board({HOSTILE: 10}, now=0.0)
     made.add_run(run)
     made.update([run], [bundle({HOSTILE: np.ones((1, 1))}, {HOSTILE: np.zeros((1, 1))})], now=1.0)

@@ -874,3 +874,170 @@ def test_trackio_example(example, tmp_path):
     project = make_trackio(tmp_path).project
     example("trackio_ppo").main(project)
     check_ppo(read_trackio(TrackioLogger(project)), histograms=["gradients"], images=["visited"])
+
+
+# --- runs that are resumed ---
+
+
+PRNG_KEYS = jax.vmap(jax.random.key)(jnp.arange(2))
+
+
+def some_steps(logger, begin, first, last, config=None, **options):
+    """Begin or resume a run in each of two lanes, and log some steps."""
+    lrs = jnp.array([0.5, 0.25])
+    begin = getattr(logger, begin)
+    states = jax.vmap(lambda key, lr: begin(key, {"lr": lr} if config is None else config, **options))(PRNG_KEYS, lrs)
+
+    def f(lr):
+        def step(w, i):
+            lox.log({"loss": jnp.sin(w * lr), "h": lox.Histogram(w + jnp.arange(3.0), 4, (0, 32))}, step=i)
+            return w + 1, None
+
+        return jax.lax.scan(step, jnp.float32(first), jnp.arange(first, last))[0]
+
+    with logger:
+        jax.vmap(lambda state, lr: logger.tap(f, state)(lr))(states, lrs)
+
+
+def newest(rows, firsts):
+    """Return rows `(attempt, step, ...)` without those that a later attempt has computed again."""
+    return [row[1:] for row in rows if all(row[0] >= number or row[1] < first for number, first in firsts.items())]
+
+
+@needs_mlflow
+def test_mlflow_goes_on_with_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("whole", "runs"):
+        Path(path).mkdir()
+    some_steps(make_mlflow(tmp_path / "whole"), "init", 0, 12)
+    some_steps(make_mlflow(tmp_path / "runs"), "init", 0, 8)
+    some_steps(make_mlflow(tmp_path / "runs"), "resume", 5, 7, step=5)
+    some_steps(make_mlflow(tmp_path / "runs"), "resume", 3, 12, config={"lr": 0.125, "clip": 1.0}, step=3)
+    client = mlflow_client()
+    whole, runs = ({run.info.run_name: run for run in mlflow_runs(f"{tmp_path / name}")} for name in ("whole", "runs"))
+    assert runs.keys() == whole.keys() == {"0 lr=0.5", "1 lr=0.25"}
+    for name, run in runs.items():
+        tags = {name.removeprefix("lox."): tag for name, tag in run.data.tags.items() if name.startswith("lox.")}
+        times = {n: int(tags.pop(f"attempt.{n}.time")) for n in (1, 2)}
+        steps = {"attempt.1.step": "step=5", "attempt.2.step": "step=3"}
+        assert tags == {"attempt": "2", "resumed_step": "step=3", **steps, "attempt.2.config.lr": "0.125"}
+        assert run.data.params == {"lr": name.split("=")[1], "clip": "1.0"}
+        assert run.info.status == "FINISHED"
+        for key in ("loss", "h/mean", "h/std"):
+            points = client.get_metric_history(run.info.run_id, key)
+            # As the documentation of MLflowLogger says.
+            attempts = [sum(time <= point.timestamp for time in times.values()) for point in points]
+            rows = [(attempt, p.step, p.value) for attempt, p in zip(attempts, points, strict=True)]
+            assert [attempts.count(n) for n in range(3)] == [8, 2, 9]
+            expected = client.get_metric_history(whole[name].info.run_id, key)
+            assert newest(rows, {1: 5, 2: 3}) == [(p.step, p.value) for p in expected]
+        folder = Path(client.download_artifacts(run.info.run_id, "histograms/h"))
+        parts = [sorted(folder.glob(f"{start}0*")) for start in ("", "attempt1-", "attempt2-")]
+        lines = ["".join(part.read_text() for part in some).splitlines() for some in parts]
+        steps = [[json.loads(line)["step"] for line in some] for some in lines]
+        assert steps == [[*range(8)], [5, 6], [*range(3, 12)]]
+
+
+@needs_mlflow
+def test_mlflow_is_running_again(tmp_path):
+    with make_mlflow(tmp_path) as logger:
+        logger.init(PRNG_KEY)
+    with make_mlflow(tmp_path) as logger:
+        logger.resume(PRNG_KEY, step=1)
+        assert [run.info.status for run in mlflow_runs(f"{tmp_path}")] == ["RUNNING"]
+
+
+@needs_trackio
+def test_trackio_goes_on_with_a_run(tmp_path):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    first = make_trackio(tmp_path)
+    again = lambda: TrackioLogger(first.project, **logger_cases.TRACKIO)  # noqa: E731
+    some_steps(first, "init", 0, 8)
+    some_steps(again(), "resume", 5, 7, step=5)
+    some_steps(again(), "resume", 3, 12, config={"lr": 0.125, "clip": 1.0}, step=3)
+    whole = make_trackio(tmp_path)
+    some_steps(whole, "init", 0, 12)
+    assert SQLiteStorage.get_runs(first.project) == ["0 lr=0.5", "1 lr=0.25"]
+    for name in SQLiteStorage.get_runs(first.project):
+        lr = float(name.split("=")[1])
+        config = {k: x for k, x in SQLiteStorage.get_run_config(first.project, name).items() if not k.startswith("_")}
+        assert config == {
+            "lr": 0.125,
+            "clip": 1.0,
+            "lox.attempts": [
+                {"attempt": 1, "resumed": {"step": 5}, "changes": {}},
+                {"attempt": 2, "resumed": {"step": 3}, "changes": {"lr": [lr, 0.125], "clip": [None, 1.0]}},
+            ],
+        }
+        logs = SQLiteStorage.get_logs(first.project, name)
+        firsts = {a["attempt"]: a["resumed"]["step"] for a in config["lox.attempts"]}
+        for key in ("loss", "h"):
+            rows = [(row.get("attempt", 0), row["step"], row[key]) for row in logs if key in row]
+            expected = SQLiteStorage.get_logs(whole.project, name)
+            assert sorted(newest(rows, firsts), key=lambda row: row[0]) == [
+                (row["step"], row[key]) for row in expected if key in row
+            ]
+
+
+@needs_trackio
+def test_a_key_that_is_called_like_the_column_of_attempts(tmp_path):
+    with make_trackio(tmp_path) as logger:
+        logger.log(logger.init(PRNG_KEY), {"attempt": 5}, step=0)
+    with TrackioLogger(logger.project, **logger_cases.TRACKIO) as logger:
+        logger.log(logger.resume(PRNG_KEY, step=1), {"attempt": 6}, step=1)
+    assert read_trackio(logger)["7"] == {
+        "attempt_x_": [({"step": 0}, 5), ({"step": 1}, 6)],
+        "attempt": [({"step": 1}, 1)],
+    }
+    assert logger.key_of("attempt_x_") == "attempt"
+
+
+@needs_neptune
+def test_neptune_begins_another_run_that_says_what_it_resumes(tmp_path):
+    some_steps(make_neptune(tmp_path), "init", 0, 8)
+    some_steps(make_neptune(tmp_path), "resume", 5, 12, config={"lr": 0.125}, step=5, name="{key}")
+    fields = {}
+    for file in tmp_path.glob("offline/*/data-1.log"):
+        operations = [json.loads(line)["obj"] for line in file.read_text().splitlines()]
+        values = {"/".join(o["path"]): o["value"] for o in operations if "value" in o}
+        fields[values["sys/name"]] = {k: x for k, x in values.items() if k.split("/")[0] in ("resumes", "config")}
+    assert fields["0.1"] == {"resumes/run": "0", "resumes/step": "step", "resumes/number": 5, "config/lr": 0.125}
+    assert fields["0 lr=0.5"] == {"config/lr": 0.5}
+    steps = [steps["step"] for steps, _ in read_neptune(tmp_path)["0.1"]["loss"]]
+    assert steps == list(range(5, 12))
+
+
+@pytest.mark.parametrize(
+    "make, where",
+    [
+        pytest.param(make_mlflow, "experiment '.*' of 'sqlite:.*'", marks=needs_mlflow, id="mlflow"),
+        pytest.param(make_trackio, "project '.*'", marks=needs_trackio, id="trackio"),
+    ],
+)
+def test_a_run_that_does_not_exist(make, where, tmp_path):
+    with make(tmp_path) as logger:
+        name = type(logger).__name__
+        with pytest.raises(lox.RunNotFoundError, match=f"{name} cannot resume '7' in {where}: it has no such run"):
+            logger.resume(PRNG_KEY, step=1)
+        logger.log(logger.init(jax.random.key(8)), {"x": 1.0}, step=0)
+        logger.flush()
+        with pytest.raises(lox.RunNotFoundError, match=f"cannot resume '7' in {where}: the last runs there are '8':"):
+            logger.resume(PRNG_KEY, step=1)
+
+
+@pytest.mark.parametrize(
+    "make", [pytest.param(make_mlflow, marks=needs_mlflow), pytest.param(make_neptune, marks=needs_neptune)]
+)
+def test_events_without_a_step_are_counted_from_the_one_of_resume_on(make, tmp_path):
+    read = {make_mlflow: read_mlflow, make_neptune: read_neptune}[make]
+    with make(tmp_path) as logger:
+        state = logger.init(PRNG_KEY)
+        for n in range(4):
+            logger.log(state, {"x": n})
+    with make(tmp_path) as logger:
+        state = logger.resume(PRNG_KEY, step=10)
+        for n in range(2):
+            logger.log(state, {"x": n})
+    last = read(logger)["7.1" if make is make_neptune else "7"]["x"][-2:]
+    assert last == [({"step": 10}, 0.0), ({"step": 11}, 1.0)]

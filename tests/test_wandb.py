@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import errno
+import inspect
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace as namespace
 
 import jax
 import jax.numpy as jnp
@@ -447,6 +449,128 @@ def test_settings_and_ids(tmp_path, offline):
         WandbLogger(config=3)
     with pytest.raises(TypeError, match="no_such_option"):
         WandbLogger(no_such_option=1).init(jax.random.key(0))
+
+
+# --- runs that are resumed ---
+
+
+def test_offline_another_run_says_what_it_resumes(tmp_path, offline):
+    with WandbLogger(**offline, group="seeds", config={"a": 1}) as logger:
+        states = jax.vmap(logger.init)(PRNG_KEYS)
+        jax.vmap(lambda state, x: logger.tap(train, state)(x))(states, jnp.arange(3.0))
+    with WandbLogger(**offline, group="seeds", config={"a": 1}) as logger:
+        states = jax.vmap(lambda key, n: logger.resume(key, {"lr": 0.1}, epoch=n))(PRNG_KEYS, jnp.array([4, 5, 6]))
+        jax.vmap(lambda state, x: logger.tap(train, state)(x))(states, jnp.arange(3.0))
+    files = wandb_file.read_all(tmp_path)
+    assert sorted(files) == ["7", "7.1", "8", "8.1", "9", "9.1"]
+    for seed, first in ((7, 4), (8, 5), (9, 6)):
+        before, after = files[f"{seed}"], files[f"{seed}.1"]
+        assert (before.group, after.group) == ("seeds", "seeds")
+        assert after.config == {"a": 1, "lr": 0.1, "resumes": {"run": f"{seed}", "at": {"epoch": first}}}
+        assert after.events("step", "episode") == before.events("step", "episode")
+        assert after.branch is None
+
+
+def test_offline_with_one_run_for_all_lanes(tmp_path, offline):
+    with WandbLogger(**offline, name="all", aggregate=True) as logger:
+        states = jax.vmap(lambda key: logger.resume(key, step=4))(PRNG_KEYS)
+        jax.vmap(lambda state: logger.log(state, {"a": 1.0}, step=4))(states)
+    config = wandb_file.read_all(tmp_path)["all"].config
+    assert config == {
+        "runs": ["7.1", "8.1", "9.1"],
+        "resumes": [{"run": f"{n}", "at": {"step": 4}} for n in (7, 8, 9)],
+    }
+
+
+@pytest.fixture
+def forks(offline, monkeypatch):
+    """Give the logger the answers that a server would, and the client the real arguments of a fork, but offline.
+
+    What the client does with them offline is what it sends to a server later. That the server then has the history of
+    the run up to there is W&B's promise, which is not tested here.
+    """
+    parents = {}
+
+    def resumable(self, wanted):
+        self._parents = dict(parents)
+        return parents, "project 'p'"
+
+    monkeypatch.setattr(WandbLogger, "_resumable", resumable)
+    return parents
+
+
+class Parent:
+    """What `wandb.Api().runs` returns, as far as it is used."""
+
+    def __init__(self, id, config):
+        self.id, self.config = id, config
+
+
+def test_online_a_run_is_forked(tmp_path, offline, forks):
+    """What the client makes of our arguments: it records where to fork, and keeps all our rows, from the step on."""
+    forks |= {
+        "7": Parent("abc", {}),
+        "7.1": Parent("def", {"lr": 0.5, "net": {"depth": 2}}),
+    }
+    with WandbLogger(**offline, id="sweep") as logger:
+        state = logger.resume(jax.random.key(7), {"lr": 0.25}, step=10)
+        for n in range(10, 13):
+            logger.log(state, {"a": n}, step=n)
+        logger.log(state, {"late": 1.0})
+        logger.log(state, {"a": 0}, step=3)  # before the fork: a column tells the step
+        assert [run.resource.id for run in logger._pipeline.runs.values()] == ["sweep-7.2"]
+    file = wandb_file.read_all(tmp_path)["7.2"]
+    assert file.branch == ("def", 9, "_step")
+    assert file.config == {
+        "lr": 0.25,
+        "net": {"depth": 2},
+        "resumes": {"run": "7.1", "at": {"step": 10}, "id": "def", "was": {"lr": 0.5}},
+    }
+    assert file.events("step")["a"] == [({"step": n}, n) for n in (10, 11, 12)] + [({"step": 3}, 0)]
+    assert [row["_step"] for row in file.rows] == [10, 11, 12, 13, 14]
+
+
+@pytest.mark.parametrize("step", [{"step": 0}, {"epoch": 3}], ids=str)
+def test_online_where_there_is_nothing_to_fork(tmp_path, offline, forks, step):
+    """From the first step on, or at a step that is not W&B's."""
+    forks |= {"7": Parent("abc", {})}
+    with WandbLogger(**offline) as logger:
+        logger.log(logger.resume(jax.random.key(7), **step), {"a": 1}, step=0)
+    file = wandb_file.read_all(tmp_path)["7.1"]
+    assert (file.branch, file.config) == (None, {"resumes": {"run": "7", "at": step, "id": "abc"}})
+    with (
+        WandbLogger(**offline) as logger,
+        pytest.raises(
+            lox.RunNotFoundError, match="WandbLogger cannot resume '9' in project 'p': the last runs there are '7':"
+        ),
+    ):
+        logger.resume(jax.random.key(9), step=3)
+
+
+def test_online_the_server_is_asked_for_the_runs(monkeypatch):
+    """The question, with the arguments of the real `wandb.Api.runs`; the answer is a server's."""
+    asked, real = [], inspect.signature(wandb.Api.runs)
+
+    class Api(wandb.Api):
+        def __init__(self):
+            pass
+
+        def runs(self, *args, **kwargs):
+            bound = real.bind(self, *args, **kwargs)
+            asked.append({name: x for name, x in bound.arguments.items() if name != "self"})
+            return [namespace(name="mine-7", id="a"), namespace(name="mine-7.1", id="b")]
+
+    monkeypatch.setattr(wandb, "Api", Api)
+    logger = WandbLogger(mode="online", project="p", entity="me", name="mine")
+    existing, place = logger._resumable(["7 lr=0.1", "8"])
+    assert (list(existing), place) == (["7", "7.1"], "project 'me/p'")
+    assert asked == [
+        {"path": "me/p", "filters": {"display_name": {"$regex": "^(mine\\-7|mine\\-8)"}}, "order": "+created_at"}
+    ]
+    mode = {"mode": "offline"}
+    for options in (mode, {"settings": mode}, {"settings": wandb.Settings(**mode)}):
+        assert WandbLogger(project="p", **options)._resumable(["7"]) is None
+    assert WandbLogger(mode="online", aggregate=True)._resumable(["7"]) is None
 
 
 def test_example(tmp_path):

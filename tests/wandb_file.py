@@ -21,6 +21,7 @@ class WandbFile:
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     metrics: dict[str, str] = dataclasses.field(default_factory=dict)  # the axis of each
     exit_code: int | None = None
+    branch: tuple[str, float, str] | None = None  # the run, step and metric that this one is forked from
 
     def events(self, *steps):
         """Return steps and value of each event, by key."""
@@ -57,6 +58,9 @@ def read(path):
         if kind == "run":
             file.name, file.group, file.project = record.run.display_name, record.run.run_group, record.run.project
             file.config |= {u.key: json.loads(u.value_json) for u in record.run.config.update if u.key != "_wandb"}
+            if record.run.HasField("branch_point"):
+                branch = record.run.branch_point
+                file.branch = branch.run, branch.value, branch.metric
         elif kind == "config":
             file.config |= {u.key: json.loads(u.value_json) for u in record.config.update if u.key}
         elif kind == "history":

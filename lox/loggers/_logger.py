@@ -103,12 +103,25 @@ class Logger:
         self._pipeline.write_logs(runs, batch)
 
     def open(self, run: Run) -> None:
-        """Prepare for a new run. Errors reach the caller of `init`, unless that is a compiled program."""
+        """Prepare for a run. Errors reach the caller of `init` or `resume`, unless that is a compiled program.
+
+        If `run.resumed` is not None, the run goes on after a checkpoint: this is the name and the number of the first
+        step that is computed again.
+        """
 
     def open_lanes(self, runs: list[Run]) -> None:
         """Prepare for all runs that one `init` begins, one per lane. By default, this calls `open` for each."""
         for run in runs:
             self.open(run)
+
+    def _resumable(self, wanted: list[str]) -> tuple[Iterable[str], str] | None:
+        """Return the names of the runs that can be resumed, at least those like the wanted ones, and where they are.
+
+        `resume` then gives a run the name that it has there, before `open`. None: the logger does that itself, or
+        begins another run.
+        """
+        del wanted
+        return None
 
     def finish(self, run: Run) -> None:
         """End a run, because it or the logger is being closed."""
@@ -156,15 +169,17 @@ class Logger:
 
         Call `flush` before you write a checkpoint, so that the log is never behind it. Steps from this one on are
         computed again. What the run already has of them stays on disk, but is hidden: the newest computation of a step
-        counts. `lox.runs` says whether it was the same, bit by bit.
+        counts. `lox.runs` says whether it was the same, bit by bit. So it is for `SaveLogger`; other loggers do what
+        their format or tracker can, which their documentation says, and end the run first if it is still open.
 
         Works under `vmap`, where every lane goes on with its own run, and with its own step if that differs.
 
         Args:
             state: The PRNG key of the run, or the state that `init` has returned in the process before.
-            config: Hyper-parameters that have changed. If several runs have the same PRNG key, as in a sweep over
-                learning rates, those that tell them apart.
-            name: As for `init`, if several runs have the same PRNG key.
+            config: Hyper-parameters that have changed; the others stay as they were. If several runs have the same PRNG
+                key, as in a sweep over learning rates, those that tell them apart.
+            name: As for `init`, if several runs have the same PRNG key, or if `init` got one: loggers other than
+                `SaveLogger` find runs by their names.
             **step: The first step that is computed again, by the name that it is logged with.
 
         Returns:

@@ -22,8 +22,8 @@ class MultiLogger(Logger):
     ...     logger.log(state, {"loss": 0.5})
 
     Each has its own queue and thread, so that a slow one does not hold up the others until its queue is full. One that
-    fails, even to open a run, does not stop the others: `flush` and `close` raise its errors. Closing a MultiLogger
-    closes them all.
+    fails, even to open a run, or because it has no such run to `resume`, does not stop the others: `flush` and `close`
+    raise its errors. Closing a MultiLogger closes them all.
     """
 
     def __init__(self, *loggers: Logger):

@@ -117,6 +117,12 @@ class Pipeline:
     def open(self, runs: list[Run], eager: bool) -> None:
         """Open runs. Errors reach a user who waits for it (`eager`), but never a compiled program."""
         self._register()
+        found, missing = self._find([run for run in runs if run.resumed is not None])
+        if missing and eager:
+            raise next(iter(missing.values()))
+        # Two attempts at once would write to the same place.
+        busy = [run.id for run in self.runs.values() if run.name in found]
+        self._finish([number for number in busy if number not in self.broken | self.ended])
         for together in [runs] if self._opens_lanes and runs else [[run] for run in runs]:
             numbers = {run.id: run for run in together}
             if eager:
@@ -127,12 +133,41 @@ class Pipeline:
             self.runs.update(numbers)  # even if opening fails: the program goes on and sends events
             self.broken.update(numbers)
             with self.isolated(f"opening {_run_names(together)}"):
+                if error := next((missing[run.id] for run in together if run.id in missing), None):
+                    raise error
                 self.logger.open_lanes(together)
                 self.broken.difference_update(numbers)
         # Queued events must be written before a client ends its runs at exit. It registers that when it opens its
         # first run, and atexit calls the last one registered first.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
+
+    def _find(self, runs: list[Run]) -> tuple[set[str], dict[int, Exception]]:
+        """Give runs that are resumed the names that the logger knows them by; return these, and errors about others."""
+        if not runs:
+            return set(), {}
+        self._drain()  # what was logged to those that are still open
+        wanted = [run.name for run in runs]
+        with self._lock:
+            try:
+                there = self.logger._resumable(wanted)
+            except Exception as error:  # raised by `open`, as for each of the runs
+                return set(), {run.id: error for run in runs}
+        if there is None:
+            return set(), {}
+        existing, place = [*there[0]], there[1]
+        seeds = [names.of_runs([run.key], run.impl)[0] for run in runs]
+        known = f"the last runs there are {_errors.listing(existing[-8:])}: give `resume` the config or the name"
+        why = known if existing else "it has no such run"
+        found, missing = set[str](), dict[int, Exception]()
+        for run, name in zip(runs, names.to_resume(wanted, seeds, existing), strict=True):
+            if name is None:
+                text = f"{self.name} cannot resume {run.name!r} in {place}: {why}."
+                missing[run.id] = _errors.RunNotFoundError(text)
+            else:
+                run.name = name
+                found.add(name)
+        return found, missing
 
     def _register(self) -> Writer:
         writer = self._writer

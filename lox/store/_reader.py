@@ -19,7 +19,7 @@ from lox.store._from_rows import Chunks, Select
 from lox.store._group import WAY_OUT, Entry, Group
 from lox.store._prng_keys import words_of
 from lox.store._segment import DamagedRowsError, SegmentReader, open_file
-from lox.store._table import Activity, Run, RunTable, Where, flat_config
+from lox.store._table import Activity, Run, RunTable, Where, differences, flat_config, merged
 from lox.store.names import base_names
 
 _LARGEST_COPY = 1 << 30  # bytes; a sparse file of any size must not fill the disk
@@ -141,10 +141,14 @@ class Reader:
     def _info(self, record: Record) -> Run:
         last, first = record.entries[-1], record.entries[0]
         opened = datetime.datetime.fromtimestamp(first.opened, datetime.UTC)
-        config = next((e.config for e in reversed(record.entries) if e.config is not None), None)
-        attempts = len(record.entries)
+        config, changes = first.config, []
+        for attempt, entry in enumerate(record.entries[1:], 1):
+            if entry.config is not None:
+                before, config = config, entry.config if entry.resumed is None else merged(config, entry.config)
+                if different := differences(before, config):
+                    changes.append((attempt, different))
         looks = (self._look_at, self._comparison)
-        return Run(record.name, last.key_data, last.key_impl, config, opened, attempts, *looks)
+        return Run(record.name, last.key_data, last.key_impl, config, opened, len(record.entries), changes, *looks)
 
     def _look_at(self, name: str) -> tuple[Activity, str]:
         """Return how many events a run has and when, and its state."""

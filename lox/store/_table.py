@@ -35,9 +35,11 @@ class Run:
         name: What tells it apart from the others in its directory.
         key_data: The words of its PRNG key; None if it has none.
         key_impl: The name of the PRNG key's implementation.
-        config: Its hyper-parameters.
+        config: Its hyper-parameters, as of the last attempt; those that `resume` did not get are as before.
         opened: When it began.
         attempts: How many times it was begun or continued.
+        config_changes: The number of each attempt that changed the config, and the values before and after by their
+            names, with dots for dicts inside: `[(1, {"optimizer.lr": (0.1, 0.01)})]`. None is no value.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Run:
     config: Any
     opened: datetime.datetime
     attempts: int = 1
+    config_changes: list[tuple[int, dict[str, tuple[Any, Any]]]] = dataclasses.field(default_factory=list)
     _look: Callable[[str], tuple[Activity, str]] | None = dataclasses.field(default=None, repr=False, compare=False)
     _compare: Callable[[str], str | None] | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -175,7 +178,7 @@ class RunTable(Sequence[Run]):
                 rows.append(["…"] * (len(names) + 7))
                 continue
             config = next(rest)
-            values = [_short(config[name]) if name in config else "" for name in names]
+            values = [_history(run, name, config) for name in names]
             times = [f"{t:%Y-%m-%d %H:%M:%S}" if t else "" for t in (run.first, run.last)]
             state = run.state if run.attempts == 1 or not run.resumed else f"{run.state}, {run.resumed}"
             rows.append([run.name, _key(run), *values, str(run.attempts), str(run.events), *times, state])
@@ -213,6 +216,26 @@ def _key(run: Run) -> str:
 def flat_config(config: Any) -> dict[str, Any]:
     """Return the values of a config by their names, with dots for dicts inside: `optimizer.lr`."""
     return dict(_flat(config))
+
+
+def merged(config: Any, changes: Any) -> Any:
+    """Return a config with some values changed, also inside its dicts."""
+    if not isinstance(config, Mapping) or not isinstance(changes, Mapping):
+        return changes
+    return {**config, **{name: merged(config.get(name), value) for name, value in changes.items()}}
+
+
+def differences(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
+    """Return what differs between two configs: the values before and after by their names."""
+    old, new = flat_config(before), flat_config(after)
+    return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
+
+
+def _history(run: Run, name: str, config: Mapping[str, Any]) -> str:
+    """Format a value of the config, after those that it had in attempts before: `0.1 → 0.01`."""
+    before = [changes[name][0] for _, changes in run.config_changes if name in changes]
+    shown = [_short(value) for value in before if value is not None]
+    return " → ".join([*shown, _short(config[name])] if name in config else shown)
 
 
 def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

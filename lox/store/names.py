@@ -205,5 +205,48 @@ def attempt(name: str, number: int) -> str:
     return f"{name} ({number + 1})" if "=" in name else f"{name}.{number}"  # not lr=0.5.1
 
 
+def to_resume(wanted: Sequence[str], seeds: Sequence[str], existing: Iterable[str]) -> list[str | None]:
+    """Choose the run to go on with for each of these names: its newest attempt, or None if there is none.
+
+    Runs that are resumed together were begun together: of several with one name, the last lane gets the newest. If the
+    config has changed, and the name with it, a run counts that begins with the same seed, if it is the only one.
+
+    >>> from lox.store import names
+    >>> names.to_resume(["42", "7 lr=0.5", "8"], ["42", "7", "8"], ["42", "42.1", "7 lr=0.1", "7 lr=0.1 (2)"])
+    ['42.1', '7 lr=0.1 (2)', None]
+
+    Args:
+        wanted: The names, from `of_runs`.
+        seeds: The names of the PRNG keys alone.
+        existing: The names of the runs there are.
+    """
+    attempts: dict[str, list[tuple[int, str]]] = {}
+    exact = {*wanted}
+    for name in existing:
+        title, number = (name, 0) if name in exact else _title_and_attempt(name)
+        attempts.setdefault(title, []).append((number, name))
+    left = {title: sorted(numbered) for title, numbered in attempts.items()}
+    chosen: list[str | None] = []
+    for title, seed in reversed([*zip(wanted, seeds, strict=True)]):
+        if title not in attempts and title.split(" ")[0] == seed:
+            same = [other for other in attempts if other.split(" ")[0] == seed and other not in exact]
+            title = same[0] if len(same) == 1 else title
+        chosen.append(left[title].pop()[1] if left.get(title) else None)
+    return chosen[::-1]
+
+
+def _title_and_attempt(name: str) -> tuple[str, int]:
+    """Undo `attempt`; the first run of a name has the number 0."""
+    if match := re.fullmatch(r"(.*=.*) \((\d+)\)", name):
+        return match[1], int(match[2]) - 1
+    match = re.fullmatch(r"([^=]+)\.(\d+)", name)
+    return (match[1], int(match[2])) if match else (name, 0)
+
+
+def title(name: str) -> str:
+    """Return the name of the first attempt: `42` for `42.1`."""
+    return _title_and_attempt(name)[0]
+
+
 def _number(words: Sequence[int]) -> int:
     return words[0] << 32 | words[1]

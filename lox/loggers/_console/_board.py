@@ -79,9 +79,10 @@ class BoardView(NamedTuple):
     """What is shown at one moment."""
 
     runs: tuple[str, ...]
+    resumed: tuple[str, ...]  # the steps at which some of them are
     keys: tuple[KeyView, ...]
     steps: tuple[tuple[str, float], ...]
-    progress: tuple[tuple[str, float, float], ...]  # step, done, total
+    progress: tuple[tuple[str, float, float, float], ...]  # step, done, total, where the runs began
     events: int
     rate: float
     elapsed: float
@@ -94,6 +95,7 @@ class Board:
         self._totals = dict(totals or {})
         self._started = time.monotonic() if now is None else now
         self._runs: dict[int, str] = {}
+        self._resumed: list[tuple[str, float]] = []  # the steps at which runs are resumed
         self._tracks: dict[str, Track] = {}
         self._steps: dict[str, dict[int, float]] = {}
         self._events = 0
@@ -104,6 +106,8 @@ class Board:
         """Add a run to those shown."""
         with self._lock:
             self._runs[run.id] = run.name
+            if run.resumed is not None:
+                self._resumed.append(run.resumed)
 
     def update(self, runs: list[Run], bundles: list[Bundle], now: float | None = None) -> None:
         """Take events of several runs: `(run, event, ...)`."""
@@ -148,11 +152,12 @@ class Board:
             steps = {name: float(np.mean(list(last.values()))) for name, last in self._steps.items() if last}
             progress = [
                 # Steps count from 0: after step 9, 10 are done.
-                (name, min(steps[name] + 1, total) if name in steps else 0.0, total)
+                (name, min(steps[name] + 1, total) if name in steps else 0.0, total, self._first(name))
                 for name, total in self._totals.items()
             ]
             return BoardView(
                 runs=tuple(self._runs.values()),
+                resumed=tuple(dict.fromkeys(f"{name} {number}" for name, number in self._resumed)),
                 keys=tuple(_view(key, track) for key, track in self._tracks.items() if track.last),
                 steps=tuple(steps.items()),
                 progress=tuple(progress),
@@ -160,6 +165,10 @@ class Board:
                 rate=sum(n for _, n in recent) / span if span > 0.05 else 0.0,
                 elapsed=now - self._started,
             )
+
+    def _first(self, name: str) -> float:
+        """Return the step at which the runs began, as a mean; those that are not resumed, at 0."""
+        return sum(number for step, number in self._resumed if step == name) / max(len(self._runs), 1)
 
 
 def _keep_last(last: dict[int, float], ids: list[int], x: np.ndarray, valid: np.ndarray) -> None:

@@ -30,7 +30,7 @@ class ConsoleLogger(Logger):
     Keys are grouped by the part before their last slash. What the program prints meanwhile appears above the table.
     When the logger is closed, also by an exception or Ctrl-C, the last table stays and the terminal is restored. If the
     output goes to a file or a pipe, there is a line now and then instead, as above. Arrays and histograms are shown by
-    their mean, pictures by their brightness.
+    their mean, pictures by their brightness. A run that is resumed says at which step.
 
     Args:
         progress: Totals of steps, such as `{"step": 10_000}`: each gets a progress bar with the time left.

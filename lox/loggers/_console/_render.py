@@ -58,18 +58,20 @@ def rate(per_second: float, unit: str = "") -> str:
     return f"{per_second:.0f}{unit}/s" if per_second >= 10 else f"{per_second:.1f}{unit}/s"
 
 
-def remaining(done: float, total: float, elapsed: float) -> str:
-    """Estimate the time left from the speed so far."""
+def remaining(done: float, total: float, elapsed: float, first: float = 0.0) -> str:
+    """Estimate the time left from the speed so far, which is that since the first step."""
     if done >= total:
         return "done"
-    return f"eta {duration(elapsed * (total - done) / done)}" if done > 0 and elapsed > 0 else "eta -:--"
+    new = done - first
+    return f"eta {duration(elapsed * (total - done) / new)}" if new > 0 and elapsed > 0 else "eta -:--"
 
 
 def title(view: BoardView) -> str:
     """Name the run, or count the runs."""
+    resumed = f", resumed at {_short(view.resumed[0])}" if len(view.resumed) == 1 else ", resumed" * bool(view.resumed)
     if len(view.runs) == 1:
-        return f"run {_short(view.runs[0])}"
-    return f"{len(view.runs)} runs" if view.runs else "no runs"
+        return f"run {_short(view.runs[0])}{resumed}"
+    return f"{len(view.runs)} runs{resumed}" if view.runs else "no runs"
 
 
 def _short(name: str, width: int = 40) -> str:
@@ -88,12 +90,12 @@ def sections(keys: tuple[KeyView, ...]) -> dict[str, list[KeyView]]:
 def line(view: BoardView, many: int = 8) -> str:
     """Format everything in one line."""
     parts = [f"{duration(view.elapsed)} {title(view)}"]
-    progress = {name: (done, total) for name, done, total in view.progress}
+    progress = {name: rest for name, *rest in view.progress}
     for name, value in view.steps:
         text = f"{_short(name)} {number(value, True)}"
         if name in progress:
-            done, total = progress[name]
-            text += f"/{number(total, True)} ({done / total:.0%}, {remaining(done, total, view.elapsed)})"
+            done, total, first = progress[name]
+            text += f"/{number(total, True)} ({done / total:.0%}, {remaining(done, total, view.elapsed, first)})"
         parts.append(text)
     for key in view.keys[:many]:
         spread = f" ± {number(key.std)}" if key.runs > 1 and math.isfinite(key.mean) else ""
@@ -118,18 +120,18 @@ def bar(done: float, total: float, width: int) -> Any:
     return text
 
 
-def bar_row(name: str, done: float, total: float | None, elapsed: float, width: int) -> Any:
+def bar_row(name: str, done: float, total: float | None, elapsed: float, width: int, first: float = 0.0) -> Any:
     """Draw a bar with its name, share, count, speed and the time left."""
     from rich.text import Text
 
-    speed = rate(done / elapsed, "it") if elapsed > 0 else ""
+    speed = rate(max(done - first, 0.0) / elapsed, "it") if elapsed > 0 else ""
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{_short(name, 20)} ", style="bold")
     if total is None:
         text.append(f"{number(done, True)}  {speed}  {duration(elapsed)}", style="default")
         return text
     count = f"{number(done, True)}/{number(total, True)}"
-    tail = f" {done / total if total else 1.0:4.0%}  {count}  {speed}  {remaining(done, total, elapsed)}"
+    tail = f" {done / total if total else 1.0:4.0%}  {count}  {speed}  {remaining(done, total, elapsed, first)}"
     text.append_text(bar(done, total, max(10, min(40, width - len(text) - len(tail)))))
     text.append(tail[:5], style="bold")
     text.append(tail[5:], style="bright_black")
@@ -153,7 +155,7 @@ def table(view: BoardView, width: int = 100, height: int | None = None) -> Any:
         parts.append(Text(f"and {hidden} more keys", style="bright_black italic"))
     if view.progress:
         parts.append(Text())
-    parts += [bar_row(name, done, total, view.elapsed, width - 4) for name, done, total in view.progress]
+    parts += [bar_row(name, done, total, view.elapsed, width - 4, first) for name, done, total, first in view.progress]
     speed = f"{view.events:,} events  {rate(view.rate)}  {duration(view.elapsed)}"
     return Panel(
         Group(*parts),

@@ -1,12 +1,15 @@
 """`CsvLogger`: a table per run."""
 
+import csv
 import itertools
 import json
 import os
+import pathlib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from lox import _errors
 from lox._data._bundle import Bundle
 from lox.loggers._files._plain import FileLogger, RunFile
 from lox.loggers._files._rows import strict_json
@@ -40,16 +43,26 @@ class CsvLogger(FileLogger):
     costs a copy of the file per set of new keys; with thousands of keys that come one by one, use `JsonlLogger`.
     Existing files are left alone: the run is then called `42.1`. The config given to `init` is in `42.csv.config.json`.
 
+    `resume` goes on with the file. Rows of the first attempt have an empty cell in the column `attempt`, those of
+    further ones 1, 2, ...: sorted by it, the last row of each step is the newest. `42.csv.attempts.json` has, for each,
+    the first step that was computed again, and the config that `resume` got. A key of that name is `attempt [key]`.
+
     Args:
         path: The folder; it is created with the first run.
     """
 
     suffix = ".csv"
 
+    def columns(self, file: pathlib.Path) -> Iterable[str]:
+        """Return the names of the columns."""
+        with open(file, newline="", encoding="utf-8") as table:
+            return [name.removeprefix("'") for name in next(csv.reader(table), [])]
+
     def add(self, run: Run, bundles: list[Bundle]) -> None:
         """Add one row per event."""
         run_file: RunFile = run.resource
-        table = [{column: _cell(x) for column, x in row.items()} for row in self.rows(run, bundles, split=True)]
+        rows = self.rows(run, bundles, split=True)
+        table = [{_errors.encodable(column): _cell(x) for column, x in row.items()} for row in rows]
         new = list(dict.fromkeys(column for row in table for column in row if column not in run_file.columns))
         if new:
             self._widen(run, new)

@@ -1,6 +1,8 @@
 """`JsonlLogger`: a JSON object per event."""
 
 import json
+import pathlib
+from collections.abc import Iterable
 
 from lox._data._bundle import Bundle
 from lox.loggers._files._plain import FileLogger
@@ -24,11 +26,20 @@ class JsonlLogger(FileLogger):
     the run is then called `42.1`. A `lox.Histogram` is an object of its bins, mean and spread, a `lox.Image` the name
     of a PNG file in `42.media/`. The config given to `init` is in `42.jsonl.config.json`.
 
+    `resume` goes on with the file. Lines of the first attempt have no `"attempt"`, those of further ones have 1, 2, ...
+    `42.jsonl.attempts.json` has, for each, the first step that was computed again, and the config that `resume` got. A
+    key of that name is `"attempt [key]"`.
+
     Args:
         path: The folder; it is created with the first run.
     """
 
     suffix = ".jsonl"
+
+    def columns(self, file: pathlib.Path) -> Iterable[str]:
+        """Return the names that say their kind."""
+        with open(file, "rb") as lines:
+            return {name for line in lines if b' [key]"' in line or b' [step]"' in line for name in json.loads(line)}
 
     def add(self, run: Run, bundles: list[Bundle]) -> None:
         """Add one line per event."""

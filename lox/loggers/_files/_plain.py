@@ -6,6 +6,7 @@ import errno
 import functools
 import hashlib
 import json
+import mmap
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
@@ -83,6 +84,15 @@ class OpenFiles(collections.OrderedDict[pathlib.Path, IO[bytes]]):
         """Begin a file; it must not exist, so that two processes never write to the same one."""
         file.touch(exist_ok=False)
         self._runs[file] = run
+
+    def reopen(self, file: pathlib.Path, run: str) -> None:
+        """Go on with a file of lines, without the half of one at its end that a crash may have left."""
+        self._runs[file] = run
+        with self.writing(file), open(file, "rb") as lines:
+            if os.fstat(lines.fileno()).st_size:
+                with mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    self._torn[file] = content.rfind(b"\n") + 1
+        self.append(file, b"")
 
     def append(self, file: pathlib.Path, data: bytes) -> None:
         """Add to a file, so that others see it at once: everything, or nothing if the system refuses."""
@@ -164,13 +174,18 @@ class OpenFiles(collections.OrderedDict[pathlib.Path, IO[bytes]]):
         return mine is not None and not mine.st_nlink and not os.path.samestat(mine, os.stat(file))
 
 
-class RunFile:
-    """The file of one run, with the names of its columns."""
+ATTEMPT = "attempt"  # the column of events after a `resume`
+_NOTES = ".attempts.json"
 
-    def __init__(self, file: pathlib.Path):
-        self.file = file
-        self.labels = Labels()
-        self.columns: list[str] = []
+
+class RunFile:
+    """The file of one run, with the names of its columns, and the number of the attempt."""
+
+    def __init__(self, file: pathlib.Path, attempt: int = 0, columns: Iterable[str] = ()):
+        self.file, self.attempt = file, attempt
+        self.columns = list(columns)
+        self.labels = Labels([ATTEMPT])
+        self.labels.recall(self.columns)
 
 
 class FileLogger(Logger):
@@ -183,11 +198,36 @@ class FileLogger(Logger):
         self._names = Taken()
         self.open_files = OpenFiles()
 
+    def _resumable(self, wanted: list[str]) -> tuple[Iterable[str], str]:
+        files = self.path.glob(f"*{self.suffix}")
+        return sorted(file.name.removesuffix(self.suffix) for file in files), repr(str(self.path))
+
+    def _reopen(self, run: Run) -> None:
+        """Go on with the file; where from, and what has changed in the config, goes to a file next to it."""
+        assert run.resumed is not None
+        file = self.path / (run.name + self.suffix)
+        notes = file.with_name(file.name + _NOTES)
+        attempts = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else []
+        step, number = run.resumed
+        attempts.append({ATTEMPT: len(attempts) + 1, "resumed": {step: number}, "config": run.config})
+        complete = file.with_name(f".{notes.name}.new")
+        complete.write_text(json.dumps(strict_json(attempts), indent=2) + "\n", encoding="utf-8")
+        os.replace(complete, notes)
+        self.open_files.reopen(file, run.name)
+        run.resource = RunFile(file, len(attempts), self.columns(file))
+
+    def columns(self, file: pathlib.Path) -> Iterable[str]:
+        """Return the names of columns in a file, at least those whose kind is added."""
+        raise NotImplementedError
+
     def open(self, run: Run) -> None:
         """Create the file; if the name is taken, 42 becomes 42.1. The config goes to a file next to it."""
+        if run.resumed is not None:
+            return self._reopen(run)
         self.path.mkdir(parents=True, exist_ok=True)
         create_for(run, self._names, lambda name: self.open_files.create(self.path / (name + self.suffix), name))
         run.resource = RunFile(self.path / (run.name + self.suffix))
+        (self.path / f"{run.name}{self.suffix}{_NOTES}").unlink(missing_ok=True)  # of a file that was removed
         if run.config:
             config = json.dumps(strict_json(run.config), indent=2)
             (self.path / f"{run.name}{self.suffix}.config.json").write_text(config + "\n", encoding="utf-8")
@@ -201,10 +241,11 @@ class FileLogger(Logger):
 
     def rows(self, run: Run, bundles: list[Bundle], split: bool = False) -> Iterator[dict[str, Any]]:
         """Yield each event as steps and values by the names of their columns; a picture is the name of its file."""
-        label = run.resource.labels.of
+        label, attempt = run.resource.labels.of, run.resource.attempt
         for steps, values in rows(bundles, functools.partial(self.save_picture, run), split):
             row = {label("step", name): x for name, x in steps.items()}
-            yield row | {label("key", key): x for key, x in values.items()}
+            row |= {label("key", key): x for key, x in values.items()}
+            yield row | {ATTEMPT: attempt} if attempt else row
 
     def append(self, run: Run, text: str) -> None:
         """Add text to the run's file, so that others see it at once."""

@@ -174,3 +174,12 @@ class Labels:
             self._labels[kind, name] = label
             self._taken.add(_errors.encodable(label))
         return label
+
+    def recall(self, columns: Iterable[str]) -> None:
+        """Take over the names that another process gave: where there is `x [key]`, `x` is a step."""
+        for column in columns:
+            for kind in ("step", "key"):
+                name = column.removesuffix(f" [{kind}]")
+                if name != column:
+                    self._labels[kind, name] = column
+                    self._taken.add(column)

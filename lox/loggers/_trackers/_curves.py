@@ -94,6 +94,11 @@ class CurveLogger(Logger):
         self.send_lanes(runs, curves)
         raise_problems(problems)
 
+    def open(self, run: Run) -> None:
+        """Count events without a step from the one at which the run is resumed on."""
+        if run.resumed is not None and run.resumed[0] == self._curves.step:
+            self._curves.count_from(run.id, int(run.resumed[1]))
+
     def finish(self, run: Run) -> None:
         """Forget the run."""
         self._curves.forget(run.id)
@@ -103,16 +108,21 @@ class _Curves:
     """Makes curves of events, and remembers the last step of each curve of each run."""
 
     def __init__(self, step: str, splitter: Splitter):
-        self._step, self._splitter = step, splitter
+        self.step, self._splitter = step, splitter
+        self._first: dict[int, int] = {}  # steps of resumed runs
         self._last: collections.defaultdict[int, dict[str, int]] = collections.defaultdict(dict)
         # Curves that once had a step that was not an integer: from then on, their events are counted.
         self._counted: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
         # The last points of the curves of other steps.
         self._points: collections.defaultdict[int, dict[str, Any]] = collections.defaultdict(dict)
 
+    def count_from(self, run: int, first: int) -> None:
+        """Give the first event without a step this one."""
+        self._first[run] = first
+
     def forget(self, run: int) -> None:
         """Forget a run that has ended."""
-        for memory in (self._last, self._counted, self._points):
+        for memory in (self._first, self._last, self._counted, self._points):
             memory.pop(run, None)
 
     def part_name(self, name: str, part: str) -> str:
@@ -126,7 +136,7 @@ class _Curves:
         others: dict[Any, Curve] = {}
         for one in series:
             missing = missing_steps(one.steps)
-            axis = self._step if self._step in one.steps else next(iter(one.steps), None)
+            axis = self.step if self.step in one.steps else next(iter(one.steps), None)
             steps, counted = self._steps(runs, one, axis, missing)
             curves.append(Curve(one.name, steps, one.value, one.valid))
             for name, x in one.steps.items():
@@ -163,7 +173,7 @@ class _Curves:
         if not lanes or not events:
             return np.zeros((lanes, events), np.int64), nowhere
         valid = ~nowhere if one.valid is None else one.valid
-        last = np.array([self._last[run].get(one.name, -1) for run in runs], np.int64)[:, None]
+        last = np.array([self._last[run].get(one.name, self._first.get(run, 0) - 1) for run in runs], np.int64)[:, None]
         x, known = (nowhere, nowhere) if axis is None else (one.steps[axis], valid & ~missing[axis])
         counted = known & self._are_counted(runs, one.name, x, known)
         known = known & ~counted

@@ -6,7 +6,7 @@ import json
 import os
 import posixpath
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,12 @@ class MLflowLogger(CurveLogger):
     Names that MLflow refuses, such as `a[0]`, are escaped, `a_x5b_0_x5d_`; `MLflowLogger.key_of` returns the key. The
     config given to `init` becomes the run's parameters.
 
+    `resume` goes on with the newest run of that name. Nothing in MLflow can be hidden, so tags say what is computed
+    again: a point of a metric is replaced by attempt 1 if its timestamp is before `lox.attempt.1.time` and its step is
+    `lox.attempt.1.step` or later; `lox.attempt` is the number of the last attempt, `lox.resumed_step` its first step.
+    Parameters cannot change: the tag `lox.attempt.1.config.lr` has the new value. Bins of histograms are then in
+    `histograms/NAME/attempt1-*.jsonl`.
+
     Args:
         experiment: The name of the experiment; it is created if there is none.
         tracking_uri: Where to log: a database or a server. By default the one set by `mlflow.set_tracking_uri` or the
@@ -87,20 +93,56 @@ class MLflowLogger(CurveLogger):
         self._client: Any = None  # made with the first run, because it creates the database
         self._experiment_id = ""
         self._names = Taken()
+        self._to_resume: dict[str, Any] = {}  # MLflow's runs, by name
 
     def open(self, run: Run) -> None:
         """Create an MLflow run."""
+        super().open(run)
         params = _params(run.config)
-        if self._client is None:
-            self._client = self._make_client()
-            self._experiment_id = self._find_experiment()
-        same = self._client.search_runs(
-            [self._experiment_id], f"attributes.run_name LIKE '{run.name}%'", max_results=50000
-        )
-        self._names.names |= {other.info.run_name for other in same}
+        if run.resumed is not None:
+            return self._reopen(run, params)
+        self._names.names |= self._runs_like(run.name).keys()
         run.name = self._names.take(run.name)
         created = self._client.create_run(self._experiment_id, run_name=run.name, tags=dict(self._tags))
         run.resource = _MLflowRun(created.info.run_id)
+        self._log_params(run, params)
+
+    def _runs_like(self, name: str) -> dict[str, Any]:
+        """Return MLflow's runs whose names begin like this one, oldest first."""
+        if self._client is None:
+            self._client = self._make_client()
+            self._experiment_id = self._find_experiment()
+        like = f"attributes.run_name LIKE '{name}%'"
+        order = ["attributes.start_time ASC"]
+        same = self._client.search_runs([self._experiment_id], like, max_results=50000, order_by=order)
+        return {other.info.run_name: other for other in same}
+
+    def _resumable(self, wanted: list[str]) -> tuple[Iterable[str], str]:
+        # By the first words, because the rest may have changed with the config.
+        found: dict[str, Any] = {}
+        for start in {name.split(" ")[0] for name in wanted}:
+            found |= self._runs_like(start)
+        self._to_resume |= found
+        return found or self._runs_like(""), f"experiment {self.experiment!r} of {self.tracking_uri!r}"
+
+    def _reopen(self, run: Run, params: dict[str, str]) -> None:
+        """Go on with an MLflow run. Its parameters cannot change: tags have the new values."""
+        assert run.resumed is not None
+        before = self._to_resume[run.name]
+        attempt = int(before.data.tags.get("lox.attempt", 0)) + 1
+        run.resource = _MLflowRun(before.info.run_id, attempt)
+        step, number = run.resumed
+        prefix = f"lox.attempt.{attempt}"
+        tags = {"lox.attempt": attempt, "lox.resumed_step": f"{step}={number}", f"{prefix}.step": f"{step}={number}"}
+        tags[f"{prefix}.time"] = int(time.time() * 1000)
+        known = before.data.params
+        tags |= {f"{prefix}.config.{name}": x for name, x in params.items() if known.get(name, x) != x}
+        for chunk in _chunks([self._entities.RunTag(k, str(v)) for k, v in tags.items()], _PARAMS):
+            self._client.log_batch(run.resource.id, tags=chunk)
+        self._log_params(run, {name: x for name, x in params.items() if name not in known})
+        self._client.update_run(run.resource.id, status="RUNNING")
+
+    def _log_params(self, run: Run, params: dict[str, str]) -> None:
         for chunk in _chunks(list(params.items()), _PARAMS):
             self._client.log_batch(run.resource.id, params=[self._entities.Param(*param) for param in chunk])
 
@@ -146,7 +188,7 @@ class MLflowLogger(CurveLogger):
             problems.append(_too_long(curve.name, _FILE_NAME))
             return []
         if is_histogram:
-            file = f"histograms/{name}/{next(run.resource.files[name]):06d}.jsonl"
+            file = f"histograms/{name}/{run.resource.prefix}{next(run.resource.files[name]):06d}.jsonl"
             self._client.log_text(run.resource.id, json_lines(curve), file)
             return self._in_numbers(curve)
         for step, image in curve.events():
@@ -167,8 +209,9 @@ class MLflowLogger(CurveLogger):
 
 
 class _MLflowRun:
-    def __init__(self, id: str):
+    def __init__(self, id: str, attempt: int = 0):
         self.id = id
+        self.prefix = f"attempt{attempt}-" if attempt else ""  # of files, so that none replaces an earlier one
         self._last: dict[str, tuple[int, int]] = {}  # time and step of each metric
         self.files = collections.defaultdict[str, Iterator[int]](itertools.count)  # of each histogram
 

@@ -49,6 +49,10 @@ class NeptuneLogger(CurveLogger):
     Neptune cannot have are escaped, and `NeptuneLogger.key_of` returns the key: next to a series `a`, a series `a/b` is
     called `a_x2f_b`. The config given to `init` is in the namespace `config`.
 
+    `resume` begins another run: the client can go on with one only by the identifier that a server gave it, and offline
+    there is none. Its fields `resumes/run`, `resumes/step` and `resumes/number` say which run it goes on with, and the
+    first step that is computed again.
+
     Args:
         step: The name of the step to use as Neptune's.
         arrays: How to show plain arrays: as "elements" or as a "histogram".
@@ -68,12 +72,20 @@ class NeptuneLogger(CurveLogger):
 
     def open(self, run: Run) -> None:
         """Begin a Neptune run."""
+        super().open(run)
         given = self._options_of(run)
-        run.name = self._names.take(run.name)
+        before = run.name
+        if run.resumed is not None:
+            self._names.names.add(before)
+        run.name = self._names.take(before)
         options = {**_DEFAULTS, "name": run.name, **given}
         if options.get("mode") is None and not os.environ.get("NEPTUNE_MODE"):
             options["mode"] = "offline"
         run.resource = _NeptuneRun(self._client.init_run(**options))
+        if run.resumed is not None:
+            resumes = dict(zip(("run", "step", "number"), (before, *run.resumed), strict=True))
+            for field, value in resumes.items():
+                run.resource.client[run.resource.fields.of("resumes", f"resumes/{field}")] = value
         for scope, value in flat(run.config):
             run.resource.client[run.resource.fields.of("config", "config/" + "/".join(scope))] = _plain(value)
 

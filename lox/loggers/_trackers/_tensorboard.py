@@ -3,8 +3,10 @@
 import itertools
 import json
 import os
+import re
 import socket
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from lox.loggers._trackers._series import MOST_ELEMENTS
 from lox.store.names import Taken
 
 _files = itertools.count()
+_PREFIX = "events.out.tfevents."
 
 
 class TensorBoardLogger(CurveLogger):
@@ -42,6 +45,11 @@ class TensorBoardLogger(CurveLogger):
 
     An event in TensorBoard has one step, an integer. It is the step called `step`, or else the event's first step, or
     else one more than the last. Other steps of an event are written as scalars of their own.
+
+    `resume` adds a file to the folder of the run, which makes TensorBoard hide all events from that step on in the
+    files before. That is TensorBoard's step, so `resume` must get the one that this logger uses. Events without a step
+    are counted from there on. The config that `resume` got is a text at that step. TensorBoard's data server, which is
+    there for large folders, hides events of a curve only when the curve goes on.
 
     Writing needs no other package: the files are encoded here, hundreds of times faster than by TensorBoard's own
     writer. To look at them, `pip install 'lox-jax[tensorboard]'`.
@@ -89,18 +97,40 @@ class TensorBoardLogger(CurveLogger):
 
         _emit.ask(write, [run, as_step("step", step)])
 
+    def _resumable(self, wanted: list[str]) -> tuple[Iterable[str], str]:
+        files = self.path.glob(f"*/{_PREFIX}*")
+        return sorted({file.parent.name for file in files}), repr(str(self.path))
+
     def open(self, run: Run) -> None:
-        """Create the folder; if the name is taken, 42 becomes 42.1."""
+        """Create the folder; if the name is taken, 42 becomes 42.1. A run that is resumed has another file there."""
+        super().open(run)
+        first = 0 if run.resumed is None else self._step_of(*run.resumed)
         self.path.mkdir(parents=True, exist_ok=True)
-        # `mkdir` fails if the folder exists, so that two processes never share one.
-        create_for(run, self._names, lambda name: (self.path / name).mkdir())
-        unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
-        run.resource = self.path / run.name / f"events.out.tfevents.{unique}"
+        if run.resumed is None:
+            # `mkdir` fails if the folder exists, so that two processes never share one.
+            create_for(run, self._names, lambda name: (self.path / name).mkdir())
+        folder, now = self.path / run.name, time.time()
+        # TensorBoard reads files in the order of their names, whatever the clock says.
+        stamps = [re.match(r"\d+", file.name.removeprefix(_PREFIX)) for file in folder.glob(f"{_PREFIX}*")]
+        stamp = max([int(now), *(int(match[0]) + 1 for match in stamps if match)])
+        run.resource = folder / f"{_PREFIX}{stamp:010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
         self._open_files.create(run.resource, run.name)
-        self._open_files.append(run.resource, _tfevents.header(time.time()))
+        self._open_files.append(run.resource, _tfevents.header(now))
+        if run.resumed is not None:
+            self._open_files.append(run.resource, _tfevents.session_start(first, now))
         if run.config:
             config = json.dumps(strict_json(run.config), indent=2)
-            self._open_files.append(run.resource, _tfevents.text("config", 0, f"```json\n{config}\n```", time.time()))
+            self._open_files.append(run.resource, _tfevents.text("config", first, f"```json\n{config}\n```", now))
+
+    def _step_of(self, name: str, number: Any) -> int:
+        """Return the step of TensorBoard's from which on events are computed again."""
+        if name != self._curves.step:
+            raise _errors.OptionError(
+                f"TensorBoardLogger cannot resume at {name}={number}: TensorBoard knows only the step "
+                f"{self._curves.step!r}, and hides what is computed again by it. Give `resume` that step, or make the "
+                f"logger with `step={name!r}` from the start."
+            )
+        return int(number)
 
     def send_lanes(self, runs: list[Run], curves: list[Curve]) -> None:
         """Encode the events of all runs at once."""

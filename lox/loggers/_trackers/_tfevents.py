@@ -131,6 +131,11 @@ def header(wall: float) -> bytes:
     return record(_double(1, wall) + _field(3, b"brain.Event:2"))
 
 
+def session_start(step: int, wall: float) -> bytes:
+    """Encode that what follows replaces all events from this step on."""
+    return record(_double(1, wall) + _integer(2, step) + _field(7, _integer(1, 1)))
+
+
 def _event(tag: str, step: int, wall: float, content: bytes) -> bytes:
     value = _field(1, tag.encode(errors="backslashreplace")) + content
     return record(_double(1, wall) + _integer(2, step) + _field(5, _field(1, value)))

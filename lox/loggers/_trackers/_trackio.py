@@ -3,6 +3,7 @@
 import collections
 import contextvars
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from lox.loggers._trackers._clients import client, pillow
 from lox.loggers._trackers._curves import Curve, CurveLogger
 from lox.loggers._trackers._escape import SURROGATES, escape, unescape
 from lox.loggers._trackers._series import MOST_ELEMENTS
+from lox.store._table import differences, merged
 from lox.store.names import Taken
 
-# Trackio's own columns.
-_RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
+# Trackio's own columns, and ours.
+_ATTEMPT, _ATTEMPTS = "attempt", "lox.attempts"  # of rows after a `resume`; in the config, all of them
+_RESERVED = ("project", "run", "timestamp", "step", "time", "metrics", _ATTEMPT)
 _BINS = 512  # as many as Trackio itself makes
 
 
@@ -40,10 +43,14 @@ class TrackioLogger(CurveLogger):
     such. Arrays of up to 64 elements have one value per element, `xs/0`, `xs/1`, pytrees one per leaf, `stats/mean`.
     Floats are double precision; NaN, infinities and integers of 64 bits are kept.
 
-    Trackio reserves some names, such as `time`: they are escaped, `time_x_`, and `TrackioLogger.key_of` returns the
-    key. Trackio and its environment variables, `TRACKIO_DIR` and `TRACKIO_SPACE_ID`, decide where the data goes. Its
-    own thread sends rows to a Space or a server, and warns if it cannot; on this machine, `flush` waits for them, and
-    raises an error if they could not be written.
+    `resume` goes on with a run on this machine. Rows of further attempts have a value `attempt`: 1, 2, ... The config
+    is the newest, and its list `lox.attempts` has, for each, the first step that was computed again, and the values
+    before and after of what has changed.
+
+    Trackio reserves some names, such as `time`, and `attempt` is ours: they are escaped, `time_x_`, and
+    `TrackioLogger.key_of` returns the key. Trackio and its environment variables, `TRACKIO_DIR` and `TRACKIO_SPACE_ID`,
+    decide where the data goes. Its own thread sends rows to a Space or a server, and warns if it cannot; on this
+    machine, `flush` waits for them, and raises an error if they could not be written.
 
     Args:
         project: The name of the project.
@@ -81,15 +88,22 @@ class TrackioLogger(CurveLogger):
         self._kwargs = kwargs
         self._names = _names[project]
         self._context: contextvars.Context | None = None
+        self._attempts: dict[int, int] = {}  # the numbers of attempts that go on with a run
 
     def open(self, run: Run) -> None:
-        """Create a Trackio run, without ending the previous one."""
-        self._names.names |= set(self._storage.get_runs(self.project))
-        run.name = self._names.take(run.name)
+        """Create a Trackio run, or go on with one, without ending the previous one."""
+        super().open(run)
         options = dict(self._kwargs)
         config = {str(key): x for key, x in run.config.items()}
         if private := {key: config.pop(key) for key in list(config) if key.startswith("_")}:
             config["private"] = {**config.get("private", {}), **private}  # Trackio reserves the underscore
+        if run.resumed is None:
+            self._names.names |= set(self._storage.get_runs(self.project))
+            run.name = self._names.take(run.name)
+        else:
+            options["resume"] = "must"
+            config = self._resumed_config(run, strict_json(config))
+            self._attempts[run.id] = len(config[_ATTEMPTS])
         if self._context is None:
             context = contextvars.Context()
         else:
@@ -106,12 +120,28 @@ class TrackioLogger(CurveLogger):
             # Trackio would warn of the first rows that it cannot write, and drop others without a word.
             run.resource._warn_once = functools.partial(self._refused, run)
 
+    def _resumable(self, wanted: list[str]) -> tuple[Iterable[str], str]:
+        return self._storage.get_runs(self.project), f"project {self.project!r}"
+
+    def _resumed_config(self, run: Run, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the config of a run that is resumed, with what each attempt has changed: Trackio keeps only one."""
+        before = self._storage.get_run_config(self.project, run.name) or {}
+        before = {key: x for key, x in before.items() if not key.startswith("_")}  # without Trackio's own
+        attempts = before.pop(_ATTEMPTS, [])
+        after = merged(before, config)
+        changes = {name: list(values) for name, values in differences(before, after).items()}
+        assert run.resumed is not None
+        step, number = run.resumed
+        this = {_ATTEMPT: len(attempts) + 1, "resumed": {step: number}, "changes": changes}
+        return {**after, _ATTEMPTS: [*attempts, this]}
+
     def _refused(self, run: Run, kind: str, message: str) -> None:
         del kind
         self._pipeline.errors.add(_errors.LoxError(message), f"writing run {run.name!r}")
 
     def send(self, run: Run, curves: list[Curve]) -> None:
         """Add one row per event, for all curves with the same steps."""
+        attempt = {_ATTEMPT: self._attempts[run.id]} if run.id in self._attempts else {}
         rows: dict[Any, dict[str, list[Any]]] = {}
         for curve in curves:
             name = row_name(curve.name)
@@ -121,7 +151,8 @@ class TrackioLogger(CurveLogger):
             rows[curve.steps.tobytes(), again][name] = self._cells(run, curve)
         for (steps, _), columns in rows.items():
             for step, *cells in zip(np.frombuffer(steps, np.int64).tolist(), *columns.values(), strict=True):
-                run.resource.log(dict(zip(columns, cells, strict=True)), step=step)
+                row = dict(zip(columns, cells, strict=True)) | attempt
+                run.resource.log(row, step=step)
 
     def _cells(self, run: Run, curve: Curve) -> list[Any]:
         if isinstance(curve.value, np.ndarray):
@@ -144,6 +175,7 @@ class TrackioLogger(CurveLogger):
     def finish(self, run: Run) -> None:
         """Write the rest and end the run."""
         super().finish(run)
+        self._attempts.pop(run.id, None)
         run.resource.finish()
 
 

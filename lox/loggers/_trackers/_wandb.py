@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,8 @@ from lox.loggers._run import Run, check_config
 from lox.loggers._trackers import _bands, _clients, _wandb_file
 from lox.loggers._trackers._clients import pillow
 from lox.loggers._trackers._series import MOST_ELEMENTS, Series, Splitter, missing_steps, raise_problems
+from lox.store import names
+from lox.store._table import differences, merged
 from lox.store.names import Taken
 
 _RESERVED = ("_step", "_runtime", "_timestamp", "_wandb")  # columns that the client fills itself
@@ -63,7 +65,7 @@ class _Rows:
 
     def __init__(self, run: Any):
         self.run = run
-        self._at = -1  # the client's step
+        self._at = run.starting_step - 1  # the client's step; it drops rows before the first one of a fork
         self._open: _Row | None = None  # the row at that step, as long as more can be added
         self._declared: set[str] = set()  # metrics that have an axis, and the axes
 
@@ -122,6 +124,11 @@ class WandbLogger(Logger):
     Offline, W&B drops what it cannot write, on a full disk for instance, and everything after it. `flush` and `close`
     raise an error if there are signs of that.
 
+    `resume` forks the newest W&B run of that name: `42.1` has what `42` has up to the step, and goes on from there. For
+    that, `resume` must get the step called `step`. At another step, or offline, where W&B cannot look at other runs, it
+    begins another run of the group. In both cases the config says so, `{"resumes": {"run": "42", "at": {"step":
+    1000}}}`, with the values before of what has changed as `was`, if they are known.
+
     Your own runs are separate: `wandb.init()` never returns a run of the logger, and `wandb.finish()` never ends one.
 
     `lox.Histogram` and `lox.Image` are shown as such. Arrays of up to 64 elements have one metric per element, `xs/0`,
@@ -150,6 +157,7 @@ class WandbLogger(Logger):
         self._kwargs = kwargs
         self._splitter = Splitter(self._pipeline.name, arrays, max_elements, _RESERVED)
         self._names = Taken()
+        self._parents: dict[str, Any] = {}  # W&B's runs that may be resumed, by name
         self._rows: dict[int, _Rows] = {}  # by run
         self._shared: _Rows | None = None
         self._configs: dict[str, Mapping[str, Any]] = {}  # of the runs behind the shared one
@@ -157,16 +165,51 @@ class WandbLogger(Logger):
 
     def open(self, run: Run) -> None:
         """Begin a W&B run."""
-        options = self._options_of(run)
-        run.name = self._names.take(run.name)
+        options, config = self._options_of(run), run.config
+        if run.resumed is None:
+            run.name = self._names.take(run.name)
+        else:
+            options, config = self._resume(run, options)
         if self.aggregate:
             if self._shared is None:
                 self._shared = _Rows(_begin(options, {}, None))
             self._rows[run.id] = self._shared
-            self._configs[run.name] = strict_json(dict(run.config))
+            self._configs[run.name] = strict_json(dict(config))
         else:
-            self._rows[run.id] = _Rows(_begin(options, run.config, run.name))
+            self._rows[run.id] = _Rows(_begin(options, config, run.name))
         run.resource = self._rows[run.id].run
+
+    def _resume(self, run: Run, options: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Name an attempt that goes on with another run; return its options, and its config, which says so."""
+        assert run.resumed is not None
+        before, (step, number) = run.name, run.resumed
+        self._names.names |= {before, *self._parents}
+        run.name = self._names.take(names.title(before))
+        config, resumes = run.config, {"run": before, "at": {step: number}}
+        if parent := self._parents.get(before):
+            config = merged(parent.config, strict_json(dict(config)))
+            was = {name: old for name, (old, _) in differences(parent.config, config).items() if old is not None}
+            resumes |= {"id": parent.id, **({"was": was} if was else {})}
+            if step == _MAIN and number > 0:
+                # A fork has everything up to this step, itself included, and its own rows begin after it.
+                options = {**options, "fork_from": f"{parent.id}?_step={int(number) - 1}"}
+        return options, {**config, "resumes": resumes}
+
+    def _resumable(self, wanted: list[str]) -> tuple[Iterable[str], str] | None:
+        wandb, given = client(), self._kwargs
+        defaults = wandb.setup().settings
+        mode = given.get("mode") or _chosen(given.get("settings")).get("mode") or defaults.mode
+        if self.aggregate or mode != "online":
+            return None  # W&B's files do not tell which runs there are, and a fork needs the server
+        project = given.get("project") or defaults.project or "uncategorized"
+        prefix = f"{name}-" if (name := given.get("name") or os.environ.get("WANDB_NAME")) else ""
+        # By the first words, because the rest may have changed with the config.
+        starts = "|".join(sorted({re.escape(prefix + name.split(" ")[0]) for name in wanted}))
+        path = "/".join(filter(None, [given.get("entity") or defaults.entity, project]))
+        runs = wandb.Api().runs(path, filters={"display_name": {"$regex": f"^({starts})"}}, order="+created_at")
+        found = {run.name.removeprefix(prefix): run for run in runs}
+        self._parents |= found
+        return found, f"project {path!r}"
 
     def _options_of(self, run: Run) -> dict[str, Any]:
         """Return the arguments of `wandb.init`, for a run that begins."""
@@ -250,11 +293,16 @@ def _begin(kwargs: dict[str, Any], config: Mapping[str, Any], name: str | None) 
     return run
 
 
+def _chosen(settings: Any) -> dict[str, Any]:
+    """Return the settings that the user has made, given as a dict or an object."""
+    if settings is None or isinstance(settings, Mapping):
+        return dict(settings or {})
+    return {name: getattr(settings, name) for name in settings.model_fields_set}
+
+
 def _settings(given: Any) -> Any:
     """Make settings for one run, since the client refuses to share them. The user's settings and variables win."""
-    if given is not None and not isinstance(given, Mapping):
-        given = {name: getattr(given, name) for name in given.model_fields_set}
-    settings = dict(given or {})
+    settings = _chosen(given)
     if "WANDB_CONSOLE" not in os.environ:
         settings.setdefault("console", "off")  # or every run would capture what the program prints
     if "WANDB_QUIET" not in os.environ:
