@@ -128,6 +128,52 @@ def test_runs_with_the_same_prng_key(tmp_path: Any) -> None:
         lox.SaveLogger(tmp_path).resume(jax.random.key(9), step=3)
 
 
+def test_runs_that_only_their_configs_tell_apart(tmp_path: Any) -> None:
+    """A sweep of one program after the other: the names do not say more than the PRNG key."""
+    key = jax.random.key(7)
+    for lr in (0.1, 0.2):
+        with lox.SaveLogger(tmp_path) as logger:
+            logger.tap(train(0, 5), logger.init(key, {"lr": lr, "depth": 2}))(0.0)
+    with lox.SaveLogger(tmp_path) as logger:
+        logger.tap(train(3, 8), logger.resume(key, {"lr": 0.1}, step=3))(0.0)
+    assert [(run.name, run.attempts, run.config["lr"]) for run in lox.runs(tmp_path)] == [
+        ("7", 2, 0.1),
+        ("7.1", 1, 0.2),
+    ]
+    for config in (None, {"lr": 0.3}, {"depth": 2}):
+        with pytest.raises(lox.RunNotFoundError, match=r"its PRNG key has the runs '7' and '7.1'. Give `resume` the"):
+            lox.SaveLogger(tmp_path).resume(key, config, step=3)
+
+
+def test_lanes_with_the_same_prng_key(tmp_path: Any) -> None:
+    keys = jax.vmap(jax.random.key)(jnp.array([7, 7, 8]))
+    for first, begin in ((0, init), (1, resumed_at(1))):
+        with lox.SaveLogger(tmp_path) as logger:
+            states = jax.vmap(begin(logger))(keys)
+            jax.vmap(lambda s, x, n=first, logger=logger: logger.log(s, {"x": x}, step=n))(states, jnp.arange(3.0))
+    assert {run.name: lox.load(tmp_path, run.name)["x"].tolist() for run in lox.runs(tmp_path)} == {
+        "7": [0.0, 0.0],
+        "7.1": [1.0, 1.0],
+        "8": [2.0, 2.0],
+    }
+
+
+@pytest.mark.parametrize("kind", ["SaveLogger", "CsvLogger", "JsonlLogger", "TensorBoardLogger"])
+def test_resuming_at_step_0_begins_a_run_that_does_not_exist(tmp_path: Any, kind: str) -> None:
+    if kind == "TensorBoardLogger":
+        pytest.importorskip("tensorboard")
+    for _ in range(2):
+        with getattr(lox.loggers, kind)(tmp_path) as logger:
+            states = jax.vmap(lambda key: logger.resume(key, step=0))(KEYS)
+            jax.vmap(lambda state: logger.log(state, {"x": 1.0}, step=0))(states)
+    if kind == "SaveLogger":
+        assert [(run.name, run.attempts, run.resumed) for run in lox.runs(tmp_path)] == [
+            (name, 2, "resumed exactly") for name in "012"
+        ]
+    else:
+        assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {"0", "1", "2"}
+
+
 def test_wrong_steps(tmp_path: Any) -> None:
     logger = lox.SaveLogger(tmp_path)
     with pytest.raises(lox.OptionError, match="`resume` got 0 steps"):

@@ -172,7 +172,8 @@ class Logger:
         counts. `lox.runs` says whether it was the same, bit by bit. So it is for `SaveLogger`; other loggers do what
         their format or tracker can, which their documentation says, and end the run first if it is still open.
 
-        Works under `vmap`, where every lane goes on with its own run, and with its own step if that differs.
+        Works under `vmap`, where every lane goes on with its own run, and with its own step if that differs. At step 0,
+        a run that does not exist is begun: a program that has no checkpoint yet needs no `init`.
 
         Args:
             state: The PRNG key of the run, or the state that `init` has returned in the process before.

@@ -161,7 +161,10 @@ class Pipeline:
         why = known if existing else "it has no such run"
         found, missing = set[str](), dict[int, Exception]()
         for run, name in zip(runs, names.to_resume(wanted, seeds, existing), strict=True):
-            if name is None:
+            assert run.resumed is not None
+            if name is None and run.resumed[1] <= 0:
+                run.resumed = None  # a program without a checkpoint begins
+            elif name is None:
                 text = f"{self.name} cannot resume {run.name!r} in {place}: {why}."
                 missing[run.id] = _errors.RunNotFoundError(text)
             else:

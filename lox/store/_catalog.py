@@ -18,7 +18,7 @@ from lox import _errors
 from lox.store import _group, _index, names
 from lox.store._group import Entry, Group
 from lox.store._index import Index
-from lox.store._table import has_values
+from lox.store._table import has_values, merged
 
 MODES = ("new", "append", "overwrite", "error")
 _LIKE_OPEN = {"a": "append", "w": "overwrite", "x": "error"}  # the modes of `open`
@@ -261,10 +261,11 @@ def choose_resumed(
     A run that does not exist is begun if it is resumed at step 0, which is what a program without a checkpoint does.
     """
     taken = catalog.taken(wanted)
-    chosen: list[tuple[str, str]] = []
-    for base, title, config, (_, number) in zip(bases, wanted, configs, steps, strict=True):
+    chosen: dict[str, str] = {}
+    lanes = list(zip(bases, wanted, configs, steps, strict=True))
+    for base, title, config, (_, number) in reversed(lanes):  # of several with one name, the last lane gets the newest
         there = [catalog.records[name] for name in catalog.attempts.get(base, [])]
-        found = [record for record in there if (record.name, "resume") not in chosen]
+        found = [record for record in there if record.name not in chosen]
         if len(found) > 1:
             found = [record for record in found if record.entries[0].title == title] or found
         if len({repr(_config(record)) for record in found}) > 1:
@@ -276,19 +277,24 @@ def choose_resumed(
                 "Give `resume` the config or the name of one of them."
             )
         if found:
-            chosen.append((found[-1].name, "resume"))
+            chosen[found[-1].name] = "resume"
         elif number <= 0:
-            chosen.append((taken.take(title), "new"))
+            chosen[taken.take(title)] = "new"
         else:
             raise _errors.RunNotFoundError(
                 f"cannot resume {title!r} in {str(catalog.folder)!r}: there is no run with its PRNG key. "
                 "Check the path and the PRNG key; `init` begins a run."
             )
-    return chosen
+    return list(chosen.items())[::-1]
 
 
 def _config(record: Record) -> Any:
-    return next((e.config for e in reversed(record.entries) if e.config is not None), None)
+    """Return the config of a run, with what later attempts have changed."""
+    config = None
+    for entry in record.entries:
+        if entry.config is not None:
+            config = merged(config, entry.config) if entry.resumed is not None else entry.config
+    return config
 
 
 def choose_names(catalog: Catalog, bases: Sequence[str], wanted: Sequence[str], mode: str) -> list[tuple[str, str]]:

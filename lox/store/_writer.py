@@ -215,7 +215,10 @@ class Writer:
             first, here = len(self.run_names), self.group.name
             runs = zip(chosen, wanted, bases, words, configs, resumed or [None] * len(bases), strict=True)
             entries = [
-                Entry(here, number, name, title, base, run_mode, order, opened, prng_key, impl, config, step)
+                Entry(
+                    *(here, number, name, title, base, run_mode, order, opened, prng_key, impl, config),
+                    resumed=step if run_mode == "resume" else None,
+                )
                 for number, ((name, run_mode), title, base, prng_key, config, step) in enumerate(runs, first)
             ]
             self._overwriting |= {e.number: e.base for e in entries if e.mode == "overwrite"}
