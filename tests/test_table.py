@@ -59,7 +59,7 @@ def test_the_table(tmp_path: Any) -> None:
         "last",
         "state",
     ]
-    assert lines[1].startswith("7 lr=0.5  7    0.5  0.9          adam") and lines[1].endswith("finished")
+    assert lines[1].startswith("7 lr=0.5  7    0.5  adam            0.9") and lines[1].endswith("finished")
     assert len({len(line.rstrip()) for line in lines[1:]}) == 1
     page = table._repr_html_()
     assert page.count("<tr>") == 3 and "8 lr=1" in page
