@@ -13,7 +13,7 @@ from lox import _errors
 from lox._data import _sites
 from lox._data._logdict import logdict
 from lox._engine import _selection
-from lox.store import _from_rows, _group, _open
+from lox.store import _from_rows, _group, _index, _open
 from lox.store._catalog import Catalog, Record
 from lox.store._from_rows import Chunks, Select
 from lox.store._group import WAY_OUT, Entry, Group
@@ -494,6 +494,8 @@ def load(
         chosen = [name]
     else:
         chosen, single = list(records), len(records) == 1
+        if len(reader._catalog.groups) <= _index.FEW:  # else when they are accessed
+            reader._prepare(chosen, argnames)
     chosen_runs = Runs(reader, chosen, argnames)
     if single:
         return chosen_runs[chosen[0]]
