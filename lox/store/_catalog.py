@@ -2,9 +2,10 @@
 
 There is no lock, so the order of the entries decides: if two runs get the same name at the same moment, the later one
 gets the next number, whenever it is read. The entry of a run hides the runs that it overwrites at once, whatever then
-happens to their files.
+happens to their files. A group that was merged from others (`lox.store.compact`) hides those in the same way.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,16 +31,23 @@ class Catalog:
     def __init__(self, folder: Path):
         self.folder = folder
         self.groups: dict[str, Group] = {}
+        self.replaced: list[Group] = []  # by those that they were merged into
         self.records: dict[str, Record] = {}
 
     def refresh(self) -> None:
         """Read what is new in the directory."""
-        ids = _group.groups_in(self.folder)
-        self.groups = {id_: self.groups.get(id_) or Group(self.folder / id_) for id_ in ids}
-        for group in self.groups.values():
-            group.read_runs()
-        entries = [entry for group in self.groups.values() for entry in group.entries]
-        self.records = resolve(entries)
+        known = self.groups | {group.id: group for group in self.replaced}
+        groups, ids = {}, None
+        # A list that is made while groups are merged may have neither the old ones nor the new one: only two lists that
+        # are the same can be trusted.
+        while ids != (ids := _group.groups_in(self.folder)):
+            for id_ in [id_ for id_ in ids if id_ not in groups]:
+                groups[id_] = known.get(id_) or Group(self.folder / id_)
+                groups[id_].read_runs()
+        replaced = {source.group for id_ in ids for source in groups[id_].sources}
+        self.groups = {id_: groups[id_] for id_ in ids if id_ not in replaced}
+        self.replaced = [groups[id_] for id_ in ids if id_ in replaced]
+        self.records = resolve(entries_of(self.groups.values()))
 
     def next_order(self) -> int:
         """Return the place of an entry that is written now, after all others."""
@@ -53,6 +61,17 @@ class Catalog:
     def newest(self, base: str) -> Record | None:
         """Return the last attempt of a run."""
         return next((record for record in reversed(self.records.values()) if record.base == base), None)
+
+
+def entries_of(groups: Iterable[Group]) -> list[Entry]:
+    """Return the entries of these groups. If two of them were merged from the same one, it counts once."""
+    entries: list[Entry] = []
+    merged: set[str] = set()
+    for group in groups:
+        twice = [range(s.first, s.first + s.runs) for s in group.sources if s.group in merged]
+        merged.update(source.group for source in group.sources)
+        entries += [entry for entry in group.entries if not any(entry.number in numbers for numbers in twice)]
+    return entries
 
 
 def resolve(entries: list[Entry]) -> dict[str, Record]:

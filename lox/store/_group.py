@@ -4,6 +4,7 @@ Its id sorts by time, and the names of segments have the numbers of process and 
 such names are ever read, repaired or deleted.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import datetime
@@ -141,10 +142,13 @@ class End(NamedTuple):
 
     at: float
     failure: str | None
+    killed: bool = False  # said by a group that is closed of a run that came from one that never was
 
     def to_line(self, runs: list[int]) -> bytes:
         """Return one line of ASCII for all runs that ended so."""
-        line = {"end": runs, "at": self.at, "failure": self.failure}
+        line: dict[str, Any] = {"end": runs, "at": self.at, "failure": self.failure}
+        if self.killed:
+            line["killed"] = True
         return json.dumps(line | {"crc": checksum(line)}).encode() + b"\n"
 
     @classmethod
@@ -152,8 +156,34 @@ class End(NamedTuple):
         """Undo `to_line`, given the parsed line; raise a ValueError for anything else."""
         if line.pop("crc", None) != checksum(line):
             raise ValueError("not the end of a run: it does not have the checksum that it was written with")
-        end = cls(float(line["at"]), line["failure"])
+        end = cls(float(line["at"]), line["failure"], bool(line.get("killed", False)))
         return {int(number): end for number in line["end"]}
+
+
+class Source(NamedTuple):
+    """A group that was merged into another one, which replaces it: `lox.store.compact`."""
+
+    group: str
+    first: int  # what its runs have added to their numbers
+    runs: int  # how many numbers it has
+    alone: bool  # whether it had one run, to which even keys without events belong
+    merged: bool  # whether it was merged from others, which are sources too
+    segments: dict[str, str]  # from the names of its files to those that their rows are in now
+    meta: dict[str, Any]  # what its meta.json said, without times and sizes
+
+    @staticmethod
+    def to_line(sources: "list[Source]") -> bytes:
+        """Return one line of ASCII for groups with the same `meta`."""
+        replaced = [{name: x for name, x in source._asdict().items() if name != "meta"} for source in sources]
+        line = {"replaces": replaced, "meta": sources[0].meta}
+        return json.dumps(line | {"crc": checksum(line)}).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, line: dict[str, Any]) -> "list[Source]":
+        """Undo `to_line`, given the parsed line; raise a ValueError for anything else."""
+        if line.pop("crc", None) != checksum(line):
+            raise ValueError("not a merged group: it does not have the checksum that it was written with")
+        return [cls(**source, meta=line["meta"]) for source in line["replaces"]]
 
 
 def checksum(value: Any) -> str:
@@ -246,6 +276,18 @@ def sizes(group: Path) -> dict[str, int]:
         raise _errors.cannot_read(group, error) from error
 
 
+def files(group: Path) -> dict[str, int]:
+    """Return the sizes of all files of a group; none if it is gone."""
+    try:
+        with os.scandir(group) as found:
+            own = [f for f in found if f.name in (RUNS, META) or SEGMENT.fullmatch(f.name)]
+            return {f.name: f.stat(follow_symlinks=False).st_size for f in own}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise _errors.cannot_read(group, error) from error
+
+
 def accept_sizes(group: Path) -> None:
     """Accept the files of a closed group as they are now."""
     meta = Group(group).meta()
@@ -263,9 +305,11 @@ class Group:
         self.folder, self.id = folder, folder.name
         self.entries: list[Entry] = []
         self.ends: dict[int, End] = {}  # by the number of the run
+        self.sources: list[Source] = []  # if it was merged from others
         self.segments: dict[tuple[int, int], SegmentReader] = {}
         self.problems: dict[Path, str] = {}  # what is wrong with which file
         self._runs_read = 0
+        self._origins: list[Source] = []  # the sources that have runs of their own, in order
 
     def meta(self) -> dict[str, Any] | None:
         """Read meta.json; return None if there is none, and raise an error if it is not lox's."""
@@ -322,6 +366,9 @@ class Group:
                 if isinstance(line, dict) and "end" in line:
                     self.ends |= End.from_json(line)
                     continue
+                if isinstance(line, dict) and "replaces" in line:
+                    self.sources += Source.from_json(line)
+                    continue
                 entry = Entry.from_json(line, self.id)
             except (ValueError, KeyError, TypeError) as error:
                 damaged.append(str(error))
@@ -350,6 +397,21 @@ class Group:
             except _errors.RunNotFoundError:
                 del self.segments[number]  # overwritten meanwhile
 
+    def segments_of(self, run: int) -> tuple[list[SegmentReader], bool]:
+        """Return the segments that may have events of a run, and whether all their keys are keys of that run."""
+        if not self.sources:
+            return list(self.segments.values()), len(self.entries) == 1
+        if not self._origins:
+            self._origins = sorted((s for s in self.sources if s.runs and not s.merged), key=lambda s: s.first)
+        # A run is in the last of them that begins before it: they are one after the other.
+        origin = self._origins[bisect.bisect_right(self._origins, run, key=lambda s: s.first) - 1]
+        names = set(origin.segments.values())
+        return [segment for segment in self.segments.values() if segment.file.name in names], origin.alone
+
+    def is_there(self) -> bool:
+        """Tell whether nothing was deleted because another group replaces this one: the list of runs goes first."""
+        return os.path.lexists(self.folder / RUNS)
+
     def damage(self) -> dict[Path, str]:
         """Say what is wrong with lines of runs.jsonl, and which files are shorter than when they were closed, or gone.
 
@@ -376,7 +438,7 @@ class Group:
         """Tell whether a run is "running", "finished", "failed", or was "killed"."""
         end = self.ends.get(number)
         if end is not None:
-            return "finished" if end.failure is None else "failed"
+            return "killed" if end.killed else "finished" if end.failure is None else "failed"
         if (self.meta() or {}).get("status") == "closed":
             return "finished"
         return "running" if self.is_alive() else "killed"
