@@ -217,8 +217,10 @@ def _choose(
         try:
             files = _group.files(group.folder)  # before they are read: if they are others afterwards, it has changed
             weight = sum(files.values()) + 8 * files.get(_group.RUNS, 0)  # all of which is read at once
-            if not group.entries or 2 * weight > _GROUP_BYTES or not _is_over(group, force):
+            if not files or 2 * weight > _GROUP_BYTES or not _is_over(group, force):
                 continue
+            if not group.entries and not group.damage():
+                continue  # a writer that has not begun, or died before
         except _errors.StoreError as error:
             damaged[group.folder] = str(error).splitlines()[0]
             continue

@@ -217,7 +217,7 @@ class Writer:
         """Note that runs have ended before the writer is closed, or why they have failed."""
         with self._lock:
             self._check_open()
-            self._write_lines(_group.End(time.time(), failure).to_line(list(runs)))
+            self._write_lines(_group.End(time.time(), failure).to_line(list(map(int, runs))))
 
     def _write_lines(self, lines: bytes) -> None:
         file = self.group / _group.RUNS
