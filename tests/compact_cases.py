@@ -49,8 +49,8 @@ def hash_of(text):
     return zlib.crc32(text.encode(errors="replace"))
 
 
-def everything(path):
-    """Return all that `lox.runs`, `lox.load` and a first poll say, warnings included."""
+def everything(path, each=True):
+    """Return all that `lox.runs`, `lox.load` and a first poll say, warnings included; also of each run by itself."""
     seen = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -58,12 +58,14 @@ def everything(path):
         for run in table:
             about = (run.name, run.key_data, run.key_impl, repr(run.config), run.opened, run.attempts, run.events)
             seen.append((about, run.first, run.last, run.state, run.resumed))
-            if len(table) > 20 and table[0] is not run and hash_of(run.name) % 8:
+            if not each or (len(table) > 20 and table[0] is not run and hash_of(run.name) % 8):
                 continue  # all at once below
             for options in ({}, {"wall": True}, {"attempts": "all"}, {"argnames": ["a", "e*"]}):
                 seen.append((run.name, exact_logs(lox.load(path, run.name, **options))))
         seen.append(repr(table))
-        keys = {run.key_data: run.key for run in table if run.key_data is not None and hash_of(run.name) % 8 == 0}
+        keys = {
+            run.key_data: run.key for run in table if run.key_data is not None and hash_of(run.name) % 8 == 0 and each
+        }
         seen += [(data, exact_logs(lox.load(path, key))) for data, key in keys.items()]
         loaded = lox.load(path)
         if isinstance(loaded, lox.store.Runs):
@@ -148,7 +150,11 @@ def append_some(writer, rng, runs):
         chosen = np.asarray(runs[rng.integers(len(runs)) :] if rng.random() < 0.5 else runs)
         chosen = rng.permutation(chosen) if rng.random() < 0.2 else chosen
         shape = (steps, len(chosen))
-        arrays = {"a": values(rng, np.float32, shape), "b": values(rng, dtype, (*shape, 2)), "c": {"d": rng.random(shape)}}
+        arrays = {
+            "a": values(rng, np.float32, shape),
+            "b": values(rng, dtype, (*shape, 2)),
+            "c": {"d": rng.random(shape)},
+        }
         valid = rng.random(shape) < rng.choice([0.1, 0.9]) if rng.random() < 0.5 else None
         logs = lox.logdict.from_arrays(arrays, steps={"step": number}, valid=valid, lanes=1)
         writer.append(chosen, logs)
@@ -156,7 +162,9 @@ def append_some(writer, rng, runs):
     run = runs[rng.integers(len(runs))]
     kind = rng.integers(5)
     if kind == 0:
-        writer.append(run, {"key": KeyData(rng.integers(0, 9, 2).astype(np.uint32), "threefry2x32"), "a": np.float32(1)})
+        writer.append(
+            run, {"key": KeyData(rng.integers(0, 9, 2).astype(np.uint32), "threefry2x32"), "a": np.float32(1)}
+        )
     elif kind == 1:  # a key that changes its shape
         writer.append(run, {"a": values(rng, np.float32, [(), (2,)][rng.integers(2)]), "e1": np.int64(3)})
     elif kind == 2:  # maybe without events

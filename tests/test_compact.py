@@ -23,7 +23,7 @@ from compact_cases import abandon, everything, exact_logs, random_store, simple,
 from optional import pyarrow
 
 import lox
-from lox.store import Reader, Writer, _compact, _group
+from lox.store import Reader, Writer, _compact, _group, _merged
 
 KILLS = int(os.environ.get("LOX_KILLS", "10"))
 SEEDS = int(os.environ.get("LOX_COMPACT_N", "6"))
@@ -36,8 +36,8 @@ def groups(path):
 @pytest.fixture
 def small(monkeypatch):
     """Small batches and segments, so that few rows need several."""
-    monkeypatch.setattr(_compact, "_BATCH_BYTES", 300)
-    monkeypatch.setattr(_compact, "_SEGMENT_BYTES", 3000)
+    monkeypatch.setattr(_merged, "_BATCH_BYTES", 300)
+    monkeypatch.setattr(_merged, "_SEGMENT_BYTES", 3000)
 
 
 # --- nothing changes ---
@@ -63,7 +63,7 @@ def test_random_stores(tmp_path, seed):
 def test_random_stores_in_small_pieces(tmp_path, small, seed):
     rng = np.random.default_rng(100 + seed)
     random_store(tmp_path, rng, 6)
-    living = some_group(tmp_path, rng, [[0, 1]], living=True)
+    living = some_group(tmp_path, rng, [[0, n] for n in range(5)], living=True)
     before = everything(tmp_path)
     lox.store.compact(tmp_path)
     assert everything(tmp_path) == before
@@ -106,7 +106,10 @@ def test_keys_without_events_and_their_order(tmp_path):
     before = everything(tmp_path)
     lox.store.compact(tmp_path)
     assert everything(tmp_path) == before
-    assert [list(logs) for logs in lox.load(tmp_path).values()] == [["c", "b", "a", "empty0"], ["a", "b", "c", "empty1"]] * 2
+    assert [list(logs) for logs in lox.load(tmp_path).values()] == [
+        ["c", "b", "a", "empty0"],
+        ["a", "b", "c", "empty1"],
+    ] * 2
     with pytest.warns(lox.LoxWarning, match="empty1"):
         lox.load(tmp_path, "r0", argnames="empty1")
 
@@ -222,13 +225,15 @@ def test_other_tools(tmp_path, small):
     assert len(tables) > 1
     for table in tables:
         table.validate(full=True)
-    assert [x for table in tables for x in table["x"].to_pylist()] == [100.0 * n + i for n in range(20) for i in range(10)]
+    assert [x for table in tables for x in table["x"].to_pylist()] == [
+        100.0 * n + i for n in range(20) for i in range(10)
+    ]
     assert [x for table in tables for x in table["run"].to_pylist()] == [n for n in range(20) for _ in range(10)]
 
 
 def test_batches_and_segments(tmp_path, monkeypatch):
     """Rows of many groups make large batches, sorted by run; large ones are cut."""
-    monkeypatch.setattr(_compact, "_BATCH_BYTES", 10_000)
+    monkeypatch.setattr(_merged, "_BATCH_BYTES", 10_000)
     simple(tmp_path, 30, 5)
     with Writer(tmp_path) as writer:
         run = writer.open_run("long")
@@ -595,3 +600,323 @@ def test_readers_and_writers_meanwhile(tmp_path):
     assert len(polled) == 60 and len(groups(tmp_path)) <= 3
     for name, found in polled.items():
         check(name, found)
+
+
+# --- kills, losses of power, full disks ---
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+class System:
+    """Counts what changes the disk; from the k-th operation on, `refuse` is called instead."""
+
+    NAMES = ("open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "ftruncate")
+
+    def __init__(self, monkeypatch, k, refuse):
+        self.k, self.refuse, self.count, self.trace = k, refuse, 0, []
+        self.files = {}
+        self.opened = os.open
+        for name in self.NAMES:
+            monkeypatch.setattr(os, name, self.wrapped(name, getattr(os, name)))
+        for module in (builtins, io):
+            monkeypatch.setattr(module, "open", self.wrapped("open_file", open))
+
+    def wrapped(self, name, real):
+        def call(*args, **options):
+            reads = name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR)
+            reads |= name == "open_file" and not set(str(args[1:2])) & set("wxa+")
+            if not reads:
+                self.count += 1
+                if self.count >= self.k:
+                    self.refuse(self, name, real, args)
+            result = real(*args, **options)
+            if name == "open":
+                self.files[result] = Path(args[0])
+            if not reads:
+                paths = [self.files.get(a, a) if isinstance(a, int) else a for a in args]
+                self.trace.append((name, *paths))
+            return result
+
+        return call
+
+
+def die(system, name, real, args):
+    if name == "write" and system.count == system.k:
+        real(args[0], bytes(args[1])[: len(args[1]) // 2])  # torn
+    raise Killed
+
+
+def prepared(path):
+    """A store with most kinds of groups, a merged one among them."""
+    simple(path, 2)
+    with Writer(path) as writer:
+        runs = writer.open_runs(["a", "b", "c"])
+        writer.append(runs, lox.logdict.from_arrays({"wide": np.arange(6.0).reshape(2, 3)}, lanes=1))
+        writer.append(runs[0], {"x": np.float64(7)})
+        writer.end_runs(runs[:1], "ValueError: boom")
+    lox.store.compact(path)
+    writer = Writer(path)
+    writer.append(writer.open_run("killed"), {"x": np.float64(1)})
+    abandon(writer)
+    with Writer(path) as writer:
+        writer.append(writer.open_run("b", mode="overwrite"), {"x": np.float64(8)})
+    return everything(path, each=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+def test_a_kill_at_every_operation(tmp_path, again):
+    """After each, everything reads as before, and the next `compact` finishes the work; also if it is killed too."""
+    before = prepared(tmp_path / "original")
+    k = 0
+    while True:
+        k += 1
+        path = tmp_path / str(k)
+        shutil.copytree(tmp_path / "original", path)
+        finished = []
+        for n in (k, max(1, k // 3))[: 1 + again]:
+            with pytest.MonkeyPatch.context() as patched, contextlib.suppress(Killed):
+                System(patched, n, die)
+                lox.store.compact(path)
+                finished.append(n)
+            assert everything(path, each=False) == before, k
+        assert lox.store.repair(path) == {}
+        lox.store.compact(path)
+        assert everything(path, each=False) == before, k
+        assert len(groups(path)) == 1 and sorted(p.name for p in path.iterdir())[0] == ".compact.lock", k
+        assert len(list(path.iterdir())) == 2
+        shutil.rmtree(path)
+        if k in finished:
+            break
+    assert k > 40
+    print(f"killed at {k - 1} operations")
+
+
+def test_what_is_on_the_disk_when(tmp_path, monkeypatch):
+    """A loss of power: what is renamed is on the disk before, and the rename before anything is deleted."""
+    prepared(tmp_path)
+    old = groups(tmp_path)
+    system = System(monkeypatch, 1 << 30, die)
+    lox.store.compact(tmp_path)
+    monkeypatch.undo()
+    trace = system.trace
+    (renamed,) = [n for n, (name, *_) in enumerate(trace) if name == "rename"]
+    made, (new,) = Path(trace[renamed][1]), groups(tmp_path)
+    assert Path(trace[renamed][2]) == new
+    last_write = {}
+    for n, (name, *args) in enumerate(trace[:renamed]):
+        if name == "replace":
+            last_write[args[1]] = n
+        elif name in ("write", "open", "open_file", "ftruncate"):
+            last_write[args[0]] = n
+    synced = {Path(args[0]): n for n, (name, *args) in enumerate(trace[:renamed]) if name == "fsync"}
+    written = {file.name: n for file, n in last_write.items() if isinstance(file, Path) and file.parent == made}
+    for file in new.iterdir():
+        assert synced[made / file.name] > written[file.name]
+    assert synced[made] > max(written.values())
+    # The run that overwrites another is on the disk before that one is dropped.
+    assert any(file.name == "runs.jsonl" and file.parent in old for file in synced)
+    deleted = [n for n, (name, *args) in enumerate(trace) if name == "unlink" and Path(args[0]).parent in old]
+    folder = [n for n, (name, *args) in enumerate(trace) if name == "fsync" and Path(args[0]) == tmp_path]
+    assert renamed < folder[0] < min(deleted)
+    for group in old:  # readers look at the list of runs to see whether a group is still whole
+        assert (
+            next(args[0] for name, *args in trace if name == "unlink" and Path(args[0]).parent == group).name
+            == "runs.jsonl"
+        )
+
+
+def full(system, name, real, args):
+    """Nothing can be written, but files can be deleted."""
+    if name not in ("unlink", "rmdir", "ftruncate"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def hiccup(system, name, real, args):
+    """One operation fails."""
+    if system.count == system.k:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refuse", [full, hiccup])
+def test_a_full_disk_at_every_operation(tmp_path, refuse):
+    before = prepared(tmp_path / "original")
+    k = failed = 0
+    while True:
+        k += 1
+        path = tmp_path / str(k)
+        shutil.copytree(tmp_path / "original", path)
+        with pytest.MonkeyPatch.context() as patched:
+            system = System(patched, k, refuse)
+            try:
+                lox.store.compact(path)
+            except lox.StoreError as error:
+                failed += 1
+                assert "No space left" in str(error) or "Input/output error" in str(error), k
+                assert error.errno in (errno.ENOSPC, errno.EIO)
+        assert everything(path, each=False) == before, k
+        if refuse is full:
+            assert not list(path.glob(".compact-*")), k
+        lox.store.compact(path)
+        assert everything(path, each=False) == before and len(groups(path)) == 1, k
+        assert len(list(path.iterdir())) == 2
+        shutil.rmtree(path)
+        if system.count < k:
+            break
+    assert failed > 20
+
+
+PROGRAM = """
+    import os, sys, warnings
+    import lox
+    from lox.store import _merged
+    _merged._BATCH_BYTES, _merged._SEGMENT_BYTES = 5000, 100_000
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        lox.store.compact(sys.argv[1])
+        print("done", flush=True)
+    except lox.StoreError as error:
+        assert "compacted already" in str(error), error
+        print("busy", flush=True)
+"""
+
+
+def start(path):
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def go(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_kills_at_random_moments(tmp_path):
+    """`LOX_KILLS=100` for more."""
+    simple(tmp_path / "original", 40, 20)
+    before = everything(tmp_path / "original", each=False)
+    shutil.copytree(tmp_path / "original", tmp_path / "timed")
+    with start(tmp_path / "timed") as process:
+        begin = time.monotonic()
+        go(process)
+        assert process.stdout.readline() == "done\n"
+        duration = time.monotonic() - begin
+    rng = np.random.default_rng(int(time.time()))
+    path, killed, unfinished, hidden = tmp_path / "original", 0, 0, 0
+    while killed < KILLS:
+        if len(groups(path)) == 1:
+            shutil.rmtree(tmp_path / "next", ignore_errors=True)
+            simple(tmp_path / "next", 40, 20)
+            path = tmp_path / "next"
+            before = everything(path, each=False)
+        with start(path) as process:
+            go(process)
+            time.sleep(rng.uniform(0, 1.1 * duration))
+            os.kill(process.pid, signal.SIGKILL)
+            killed += process.wait() == -signal.SIGKILL
+        unfinished += bool(list(path.glob(".compact-*")))
+        hidden += 1 < len(groups(path)) < 40 or any(len(list(group.iterdir())) < 3 for group in groups(path))
+        assert everything(path, each=False) == before
+    lox.store.compact(path)
+    assert everything(path, each=False) == before and len(groups(path)) == 1
+    print(f"{killed} kills, {unfinished} unfinished groups, {hidden} in the middle of deleting")
+
+
+@pytest.mark.slow
+def test_several_at_once(tmp_path):
+    simple(tmp_path, 60, 5)
+    before = everything(tmp_path)
+    for _ in range(3):
+        processes = [start(tmp_path) for _ in range(3)]
+        for process in processes:
+            go(process)
+        said = [process.communicate()[0].strip() for process in processes]
+        assert set(said) <= {"done", "busy"} and "done" in said
+        assert everything(tmp_path) == before
+    assert len(groups(tmp_path)) == 1
+
+
+def test_another_is_at_work(tmp_path, monkeypatch):
+    simple(tmp_path, 2)
+    merge = _compact._merge
+
+    def merge_while_another_tries(*args):
+        with pytest.raises(lox.StoreError, match=r"is being compacted already\. Wait until that is done"):
+            lox.store.compact(tmp_path)
+        return merge(*args)
+
+    monkeypatch.setattr(_compact, "_merge", merge_while_another_tries)
+    assert lox.store.compact(tmp_path)["groups"] == (2, 1)
+
+
+def test_locks_that_do_not_work(tmp_path, monkeypatch):
+    """On such file systems two may replace the same groups: nothing is lost or doubled."""
+    simple(tmp_path, 4)
+    before = everything(tmp_path)
+    first, *_, last = groups(tmp_path)
+    aside = tmp_path / "aside"
+    for kept_away in (last, first):  # each sees three of the four groups
+        aside.mkdir()
+        for group in groups(tmp_path):
+            if group == kept_away or len(_lines(group)) > 1:
+                group.rename(aside / group.name)
+        with monkeypatch.context() as patched:
+            patched.setattr(_compact, "_delete", lambda group: None)
+            lox.store.compact(tmp_path)
+        for group in groups(aside):
+            group.rename(tmp_path / group.name)
+        aside.rmdir()
+    assert len(groups(tmp_path)) == 6
+    assert everything(tmp_path) == before
+    lox.store.compact(tmp_path)
+    assert everything(tmp_path) == before
+    assert len(groups(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("when", ["read", "written"])
+def test_a_run_is_overwritten_meanwhile(tmp_path, monkeypatch, when):
+    simple(tmp_path, 3)
+    module, name = {"read": (_merged, "write"), "written": (_compact, "_check")}[when]
+    real, done = getattr(module, name), []
+
+    def overwrite_first(*args):
+        if not done:
+            done.append(True)
+            lox.save({"x": np.float64(5)}, tmp_path, mode="overwrite")
+            with Writer(tmp_path) as writer:
+                writer.append(writer.open_run("r1", mode="overwrite"), {"x": np.float64(6)})
+        return real(*args)
+
+    monkeypatch.setattr(module, name, overwrite_first)
+    lox.store.compact(tmp_path)
+    assert done and len(groups(tmp_path)) == 1
+    found = {name: logs["x"].tolist() for name, logs in lox.load(tmp_path).items()}
+    assert found == {"r0": [0, 1, 2], "r2": [200, 201, 202], "run": [5], "r1": [6]}
+
+
+def test_a_copy_that_turns_up_again(tmp_path):
+    """From a backup, or from a tool that copies without deleting: it is known to be merged, even twice."""
+    simple(tmp_path / "runs", 3)
+    shutil.copytree(tmp_path / "runs", tmp_path / "backup")
+    before = everything(tmp_path / "runs")
+    for _ in range(2):
+        lox.store.compact(tmp_path / "runs", min_groups=1)
+    shutil.copytree(tmp_path / "backup", tmp_path / "runs", dirs_exist_ok=True)
+    assert everything(tmp_path / "runs") == before
+    (merged,) = [group for group in groups(tmp_path / "runs") if group.name not in os.listdir(tmp_path / "backup")]
+    segment = merged / "p0000-000.arrows"
+    data = segment.read_bytes()
+    flip(segment, -20)
+    with pytest.warns(lox.LoxWarning, match="left alone"):
+        assert lox.store.compact(tmp_path / "runs")["groups"] == (4, 4)  # the copy may be needed
+    segment.write_bytes(data)
+    assert lox.store.compact(tmp_path / "runs")["groups"] == (4, 1)
+    assert everything(tmp_path / "runs") == before

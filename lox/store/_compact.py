@@ -5,38 +5,30 @@ reader ignores the groups that it says it replaces, whatever happens to their fi
 or in the new one, at any moment and for everyone, and whoever dies on the way leaves only files to delete.
 """
 
-import bisect
 import contextlib
-import dataclasses
-import json
 import os
 import re
 import secrets
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from lox import _errors
 from lox._data import _sites
-from lox.store import _catalog, _group
+from lox.store import _catalog, _group, _merged
 from lox.store._catalog import Catalog
-from lox.store._group import End, Entry, Group, Source
+from lox.store._group import Entry, Group
+from lox.store._merged import Files, Part, any_of, filled, span_of
 from lox.store._reader import Reader
-from lox.store._record_batch import Batches
-from lox.store._schema import RUN, Schema
-from lox.store._segment import SegmentReader, SegmentWriter, open_file
+from lox.store._schema import RUN
+from lox.store._segment import open_file
 from lox.store._writer import _sync
-
-Array = np.ndarray[Any, Any]
 
 _LOCK = ".compact.lock"
 _UNFINISHED = re.compile(r"\.compact-[0-9a-f]{8}")
-_BATCH_BYTES = 4 << 20
-_SEGMENT_BYTES = 256 << 20  # unless an old segment is larger
 _GROUP_BYTES = 1 << 30  # of old groups that are merged at once: while it lasts, they take as much room again
 _MOST_RUNS = 1 << 28  # with room for numbers of 31 bits
 _TRIES = 3  # when others delete groups that are being read
@@ -201,8 +193,6 @@ def _delete(group: Group) -> None:
 
 # --- what to merge ---
 
-Files = dict[str, int]  # the names and sizes of the files of a group
-
 
 def _choose(
     catalog: Catalog, left: set[str], damaged: dict[Path, str], min_groups: int, force: bool
@@ -260,53 +250,21 @@ def _damage(group: Group) -> str | None:
                     return str(damage)
         for problem in group.damage().values():
             return problem
-        span = _span(group)
+        span = span_of(group)
         if span > _MOST_RUNS:
             return "it has a run with an impossible number"
         known = np.zeros(span, bool)
         known[[entry.number for entry in group.entries]] = True
-        for segment, schema in _filled(group):
-            if not _any_of(known, segment.read([RUN], segment.all_batches())[0], schema.runs).all():
+        for segment, schema in filled(group):
+            runs = segment.read([RUN], segment.all_batches())[0]
+            if (runs < 0).any() or not any_of(known, runs, schema.runs).all():
                 return f"{segment.file.name} has events of runs that are not in {_group.RUNS}"
     except _errors.StoreError as error:
         return str(error).splitlines()[0]
     return None
 
 
-def _filled(group: Group) -> list[tuple[SegmentReader, Schema]]:
-    """Return the segments that have a schema: a writer that died at once has left an empty file."""
-    return [(segment, segment.schema) for segment in group.segments.values() if segment.schema is not None]
-
-
-def _span(group: Group) -> int:
-    """Return a number that is larger than those of all runs, also of those that merely share rows with others."""
-    span = 1 + max((entry.number for entry in group.entries), default=-1)
-    for segment, schema in _filled(group):
-        runs = segment.read([RUN], segment.all_batches())[0]
-        span = max(span, int(runs.max(initial=-schema.runs)) + schema.runs)
-    return max([span, *[source.first + source.runs for source in group.sources]])
-
-
-def _any_of(runs: Array, firsts: Array, width: int) -> Array:
-    """Tell which rows have any of these runs, given the first run of each row, and how many it has."""
-    return np.any([runs[firsts + n] for n in range(width)], axis=0)
-
-
 # --- merging ---
-
-
-class _Part(NamedTuple):
-    """A group to merge: what its runs have added to their numbers, and which of them are kept, by number."""
-
-    group: Group
-    first: int
-    kept: Array
-    files: Files
-
-    def entries(self, id_: str) -> list[Entry]:
-        """Return the entries that are kept, as those of another group."""
-        kept = [entry for entry in self.group.entries if self.kept[entry.number]]
-        return [entry._replace(group=id_, number=self.first + entry.number) for entry in kept]
 
 
 def _merge(catalog: Catalog, groups: dict[Group, Files]) -> set[str]:
@@ -318,7 +276,7 @@ def _merge(catalog: Catalog, groups: dict[Group, Files]) -> set[str]:
         if not parts:
             return {group.id for group in groups}
         if any(part.kept.any() for part in parts):
-            _write(new, parts)
+            _merged.write(new, parts)
             _check(catalog, new, parts)
         _sync_overwriting(catalog, parts)
         for part in parts:
@@ -341,19 +299,19 @@ def _merge(catalog: Catalog, groups: dict[Group, Files]) -> set[str]:
         _remove_unfinished(folder)
 
 
-def _plan(catalog: Catalog, groups: dict[Group, Files], id_: str) -> list[_Part]:
+def _plan(catalog: Catalog, groups: dict[Group, Files], id_: str) -> list[Part]:
     """Number the runs, without those that were overwritten, unless the names of others depend on them."""
     living = {(entry.group, entry.number) for record in catalog.records.values() for entry in record.entries}
-    spans = {group: _span(group) for group in groups}
+    spans = {group: span_of(group) for group in groups}
     if sum(spans.values()) > _MOST_RUNS:
         return []
     for only_living in (True, False):
-        parts: list[_Part] = []
+        parts: list[Part] = []
         first = 0
         for group, files in groups.items():
             kept = np.zeros(spans[group], bool)
             kept[[e.number for e in group.entries if not only_living or (e.group, e.number) in living]] = True
-            parts.append(_Part(group, first, kept, files))
+            parts.append(Part(group, first, kept, files))
             first += spans[group]
         entries = [entry for part in parts for entry in part.entries(id_)]
         if _picture(entries + _others(catalog, parts)) == _picture(_catalog.entries_of(catalog.groups.values())):
@@ -361,7 +319,7 @@ def _plan(catalog: Catalog, groups: dict[Group, Files], id_: str) -> list[_Part]
     return []  # entries of the same moment, whose order depends on the ids of their groups
 
 
-def _others(catalog: Catalog, parts: list[_Part]) -> list[Entry]:
+def _others(catalog: Catalog, parts: list[Part]) -> list[Entry]:
     """Return the entries of all groups that are not merged."""
     merged = {part.group.id for part in parts}
     return [entry for entry in _catalog.entries_of(catalog.groups.values()) if entry.group not in merged]
@@ -373,7 +331,7 @@ def _picture(entries: list[Entry]) -> list[Any]:
     return [(r.name, r.base, [entry._replace(number=0).to_line() for entry in r.entries]) for r in records]
 
 
-def _check(catalog: Catalog, folder: Path, parts: list[_Part]) -> None:
+def _check(catalog: Catalog, folder: Path, parts: list[Part]) -> None:
     """Read the new group as others will; raise an error if anything is not as it was."""
     new = Group(folder)
     new.read_runs()
@@ -381,157 +339,16 @@ def _check(catalog: Catalog, folder: Path, parts: list[_Part]) -> None:
     others = _others(catalog, parts)
     if damage is None and _picture(new.entries + others) != _picture(_catalog.entries_of(catalog.groups.values())):
         damage = "its runs are not the same"
+    kept = sum(_merged.count(part) for part in parts)
+    if damage is None and kept != sum(sum(segment.rows) for segment in new.segments.values()):
+        damage = f"it does not have {kept} rows"
     if damage is not None:
         raise _errors.StoreError(f"what was written cannot be read back: {damage}")
 
 
-def _sync_overwriting(catalog: Catalog, parts: list[_Part]) -> None:
+def _sync_overwriting(catalog: Catalog, parts: list[Part]) -> None:
     """Wait until what overwrites runs is on the disk, before these runs are dropped."""
     for group in catalog.groups.values() if any(not part.kept.all() for part in parts) else ():
         if any(entry.mode == "overwrite" for entry in group.entries):
             for file in (group.folder / _group.RUNS, group.folder):
                 _sync(file)
-
-
-def _write(new: Path, parts: list[_Part]) -> None:
-    """Write the files of a group, and wait until they are on the disk."""
-    where = _write_segments(new, parts)
-    lines = _source_lines(parts, where)
-    lines += [entry.to_line() for part in parts for entry in part.entries(new.name)]
-    lines += [line for part in parts for line in _end_lines(part)]
-    with open(new / _group.RUNS, "xb") as file:
-        file.write(b"".join(lines))
-    _group.write_meta(new, time.time(), 0, "closed", None, _group.sizes(new))
-    for name in _group.files(new):
-        _sync(new / name)
-    _sync(new)
-
-
-def _source_lines(parts: list[_Part], where: dict[SegmentReader, str]) -> list[bytes]:
-    """Say which groups are replaced, and what of them is where."""
-    sources: list[Source] = []
-    for group, first, kept, _ in parts:
-        runs = len(kept) if kept.any() else 0
-        moved = {segment.file.name: where[segment] for segment, _ in _filled(group)} if runs else {}
-        meta = {name: x for name, x in (group.meta() or {}).items() if name not in ("created", "pid", "sizes")}
-        merged, alone = bool(group.sources), len(group.entries) == 1
-        sources.append(Source(group.id, first, runs, alone and not merged, merged, moved, meta))
-        # Groups that were merged before are told too: a copy of them may turn up again, from a backup for instance, and
-        # a reader may have polled them last.
-        for old in group.sources:
-            segments = {name: moved[now] for name, now in old.segments.items() if now in moved}
-            runs_now = old.runs if runs else 0
-            sources.append(old._replace(first=first + old.first, runs=runs_now, segments=segments))
-    by_meta: dict[str, list[Source]] = {}
-    for source in sources:
-        by_meta.setdefault(json.dumps(source.meta), []).append(source)
-    return [Source.to_line(alike) for alike in by_meta.values()]
-
-
-def _end_lines(part: _Part) -> list[bytes]:
-    """Say how runs have ended. The new group is closed; what runs in one that was not have not said, was killed."""
-    group = part.group
-    closed = (group.meta() or {}).get("status") == "closed"
-    killed = End(group._last_change(), None, killed=True)
-    runs: dict[End, list[int]] = {}
-    for number in np.flatnonzero(part.kept).tolist():
-        end = group.ends.get(number) if closed else group.ends.get(number, killed)
-        if end is not None:
-            runs.setdefault(end, []).append(part.first + number)
-    return [end.to_line(numbers) for end, numbers in runs.items()]
-
-
-# --- rows ---
-
-
-class _Table(NamedTuple):
-    """Old segments of one schema, of different groups, whose rows go into one new segment."""
-
-    schema: Schema
-    segments: list[tuple[_Part, SegmentReader]]
-
-
-def _tables(parts: list[_Part]) -> list[_Table]:
-    """Sort segments by schema, such that those of each group stay in order."""
-    tables: list[_Table] = []
-    places: dict[Any, list[int]] = {}
-    for part in parts:
-        start = 0
-        for segment, schema in _filled(part.group) if part.kept.any() else ():
-            same = places.setdefault((schema.steps, schema.valid, schema.keys, schema.runs), [])
-            n = bisect.bisect_left(same, start)
-            if n == len(same):
-                same.append(len(tables))
-                tables.append(_Table(dataclasses.replace(schema, checked=True), []))
-            tables[same[n]].segments.append((part, segment))
-            start = same[n] + 1
-    return tables
-
-
-def _write_segments(new: Path, parts: list[_Part]) -> dict[SegmentReader, str]:
-    """Copy all rows that are kept; return the names of the files that the rows of each segment are in."""
-    where: dict[SegmentReader, str] = {}
-    count = 0
-    for table in _tables(parts):
-        out: _Output | None = None
-        try:
-            for part, segment in table.segments:
-                if out is not None and out.size + segment.end > _SEGMENT_BYTES:
-                    out.close()
-                    out = None
-                if out is None:
-                    out = _Output(new / f"p0000-{count:03d}.arrows", table.schema)
-                    count += 1
-                where[segment] = out.writer.file.name
-                _copy(part, segment, out)
-            if out is not None:
-                out.close()
-        finally:
-            if out is not None:
-                out.writer.abandon()
-    return where
-
-
-def _copy(part: _Part, segment: SegmentReader, out: "_Output") -> None:
-    step = max(1, _BATCH_BYTES * 8 // out.writer.batches.row_bits)
-    for batch, _, rows in segment.all_batches():
-        for start in range(0, rows, step):
-            runs, *columns = segment.stored(batch, start, min(start + step, rows))
-            kept = _any_of(part.kept, runs[:, 0], out.writer.batches.schema.runs)
-            out.add([(runs + np.int32(part.first))[kept], *[x[kept] for x in columns]])
-
-
-class _Output:
-    """A new segment, with the rows that wait for the next batch."""
-
-    def __init__(self, file: Path, schema: Schema):
-        self.writer = SegmentWriter(file, Batches(schema))
-        self.waiting: list[list[Array]] = []
-        self._bytes = 0
-
-    @property
-    def size(self) -> int:
-        """The size of the file, waiting rows included."""
-        return self.writer.size + self._bytes
-
-    def add(self, columns: list[Array]) -> None:
-        """Add rows, given Arrow's values of each column."""
-        self.waiting.append(columns)
-        self._bytes += sum(x.nbytes for x in columns)
-        if self._bytes >= _BATCH_BYTES:
-            self._write()
-
-    def _write(self) -> None:
-        columns = [np.concatenate(parts) for parts in zip(*self.waiting, strict=True)]
-        order = np.argsort(columns[0][:, 0], kind="stable")
-        stored = [x[order].reshape(-1) for x in columns]
-        as_bits = [np.packbits(x, bitorder="little") if x.dtype == np.bool_ else x for x in stored]
-        if len(order):
-            self.writer.write_batch(len(order), [x.tobytes() for x in as_bits])
-        self.waiting, self._bytes = [], 0
-
-    def close(self) -> None:
-        """Write what is waiting, and end the file."""
-        if self.waiting:
-            self._write()
-        self.writer.close()
