@@ -25,10 +25,14 @@ Everything has a checksum: every block of every column (in the metadata of its r
 it), every schema, every line of runs.jsonl, and meta.json, which also has the sizes of the files of a closed group.
 `lox.load` verifies what it reads. Files of format 1, which had none of this, are still read.
 
+`compact` merges groups. The list of runs of a merged group begins with the groups that it replaces: readers ignore them
+if they are still there.
+
 Most users need only `lox.save`, `lox.load` and `lox.runs`. `Writer` and `Reader` are for loggers and dashboards.
 """
 
 from lox.store import names as names
+from lox.store._compact import compact as compact
 from lox.store._prng_keys import KeyData as KeyData
 from lox.store._reader import Reader as Reader
 from lox.store._reader import Runs as Runs

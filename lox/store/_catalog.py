@@ -3,14 +3,14 @@
 Writers open runs under a lock, so that no two of them choose the same name. Where a file system has no locks, the order
 of the entries decides: if two runs get the same name at the same moment, the later one gets the next number, whenever
 it is read. The entry of a run that overwrites others hides them as soon as it has events, whatever then happens to
-their files.
+their files. A group that was merged from others (`lox.store.compact`) hides those in the same way.
 """
 
 import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +72,7 @@ class Catalog:
     def __init__(self, folder: Path):
         self.folder = folder
         self.groups: dict[str, Group] = {}
+        self.replaced: list[Group] = []  # by those that they were merged into
         self._resolution = Resolution()
         self._resolved: dict[str, tuple[int, int]] = {}  # how many entries of each group, and how many began
         self._index: Index | None = None  # of the last look-up
@@ -89,7 +90,7 @@ class Catalog:
     def refresh(self) -> None:
         """Read what is new in the directory."""
         self._index = None
-        self._read(_group.groups_in(self.folder))
+        self._read()
 
     def look_up(self, bases: Iterable[str] = (), run_names: Iterable[str] = ()) -> None:
         """Read what is new of the runs with these bases or names. What `records` says about others may be old."""
@@ -98,25 +99,52 @@ class Catalog:
             return self.refresh()
         run_names = set(run_names)
         if run_names:
-            self._read(_group.groups_in(self.folder, without=index.ids))
-            bases = {*bases, *(entry.base for entry in self._entries() if entry.name in run_names)}
+            self._read(without=index.ids)
+            bases = {*bases, *(entry.base for entry in self.entries() if entry.name in run_names)}
         wanted = index.groups_of(bases, run_names)
-        self._read(_group.groups_in(self.folder, without=index.ids - wanted))
+        self._read(without=index.ids - wanted)
         self._index = index
 
-    def _read(self, ids: list[str]) -> None:
-        self.groups = {id_: self.groups.get(id_) or Group(self.folder / id_) for id_ in ids}
-        for group in self.groups.values():
-            group.read_runs()
-        known = {id_: self._resolved.get(id_, (0, 0)) for id_ in self.groups}
-        now = {id_: (len(group.entries), group.began) for id_, group in self.groups.items()}
-        new = [entry for id_, group in self.groups.items() for entry in group.entries[known[id_][0] :]]
-        same_before = self._resolved.keys() <= now.keys() and all(now[i][1] == known[i][1] for i in self._resolved)
-        if not same_before or any(_place(entry) < self._resolution.last for entry in new):
+    def _read(self, without: Container[str] = ()) -> None:
+        known = self.groups | {group.id: group for group in self.replaced}
+        groups: dict[str, Group] = {}
+        ids = None
+        # A list that is made while groups are merged may have neither the old ones nor the new one: only two lists that
+        # are the same can be trusted.
+        while ids != (ids := _group.groups_in(self.folder, without)):
+            for id_ in [id_ for id_ in ids if id_ not in groups]:
+                groups[id_] = known.get(id_) or Group(self.folder / id_)
+                groups[id_].read_runs()
+        replaced = {source.group for id_ in ids for source in groups[id_].sources}
+        self.groups = {id_: groups[id_] for id_ in ids if id_ not in replaced}
+        self.replaced = [groups[id_] for id_ in ids if id_ in replaced]
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Add what is new to the runs, if it comes last; else find out from all entries."""
+        before, now = self._resolved, {id_: (len(group.entries), group.began) for id_, group in self.groups.items()}
+        fresh = {id_ for id_, group in self.groups.items() if group.sources} - before.keys()
+        same = (
+            not fresh
+            and before.keys() <= now.keys()
+            and all(now[id_][1] == began for id_, (_, began) in before.items())
+        )
+        new = [e for id_, group in self.groups.items() for e in group.entries[before.get(id_, (0, 0))[0] :]]
+        if not same or any(_place(entry) < self._resolution.last for entry in new):
             self._resolution = Resolution()
-            new = list(self._entries())
+            new = self.entries()
         self._resolution.add(new)
         self._resolved = now
+
+    def entries(self) -> list[Entry]:
+        """Return the entries of all groups. If two groups were merged from the same one, it counts once."""
+        entries: list[Entry] = []
+        merged: set[str] = set()
+        for group in self.groups.values():
+            twice = [range(s.first, s.first + s.runs) for s in group.sources if s.group in merged]
+            merged.update(source.group for source in group.sources)
+            entries += [entry for entry in group.entries if not any(entry.number in numbers for numbers in twice)]
+        return entries
 
     # --- for writers ---
 
@@ -124,18 +152,21 @@ class Catalog:
         """Let nobody else begin runs in the directory; false if the file system cannot do so."""
         return _lock(self.folder)
 
-    def update_index(self) -> None:
-        """Take finished groups into the index if there are many that are not in it; under the lock."""
+    def update_index(self, few: int | None = None) -> None:
+        """Take finished groups into the index if more than a `few` are not in it; under the lock."""
+        few = _index.FEW if few is None else few
         index = self._index or _index.load(self.folder) or (Index() if _index.usable() else None)
         ids = _group.groups_in(self.folder)
-        if index is None or sum(id_ not in index.ids for id_ in ids) <= _index.FEW:
+        if index is None or sum(id_ not in index.ids for id_ in ids) <= few:
             return
-        others = [self.groups.get(id_) or Group(self.folder / id_) for id_ in ids if id_ not in index.ids]
-        finished = [group for group in others if group.is_over()]
-        for group in finished:
+        known = self.groups | {group.id: group for group in self.replaced}
+        others = [known.get(id_) or Group(self.folder / id_) for id_ in ids if id_ not in index.ids]
+        for group in others:
             group.read_runs()
-        if len(finished) > _index.FEW:
-            index.change(finished, index.ids.difference(ids))
+        replaced = {source.group for group in others for source in group.sources}  # which are not in it: they are read
+        finished = [group for group in others if group.id not in replaced and group.is_over()]
+        if len(finished) > few:
+            index.change(finished, index.ids.difference(ids) | (index.ids & replaced))
             index.save(self.folder)
 
     def next_order(self) -> int:
@@ -151,16 +182,10 @@ class Catalog:
         """Return the names like these that runs in groups of the index have, which may be overwritten since."""
         if self._index is None:
             return
-        overwritten = {
-            e.base: e.order for e in sorted(self._entries(), key=_place) if e.mode == "overwrite" and e.began
-        }
+        overwritten = {e.base: e.order for e in sorted(self.entries(), key=_place) if e.mode == "overwrite" and e.began}
         for group, name, base, order in self._index.runs_like(titles):
             if overwritten.get(base, -1) < order and (self.folder / group).is_dir():
                 yield name
-
-    def _entries(self) -> Iterator[Entry]:
-        for group in self.groups.values():
-            yield from group.entries
 
     def dead_groups(self, bases: Iterable[str]) -> list[Group]:
         """Return the groups that had runs with these bases, and whose runs are all overwritten."""

@@ -25,6 +25,7 @@ from lox.store._table import Activity
 Array = np.ndarray[Any, Any]
 Select = Callable[[str], bool]
 Parts = Sequence[tuple[int, int, int]]
+PartsOf = Callable[[SegmentReader], Parts]
 Data = dict[Column, Array]  # of rows
 
 
@@ -42,23 +43,12 @@ class Chunk:
 Chunks = dict[str, list[Chunk]]  # by key
 
 
-def of_run(
-    group: Group,
-    run: int,
-    select: Select,
-    since: dict[SegmentReader, int] | None = None,
-    wall: bool = False,
-    timed: bool = False,
-) -> Chunks:
-    """Read the events of one run of a group, from the batches `since` on if given.
-
-    With their times if `timed`, or even as a step if `wall`.
-    """
+def of_run(group: Group, run: int, select: Select, wall: bool = False, timed: bool = False) -> Chunks:
+    """Read the events of one run of a group, with their times if `timed`, or even as a step if `wall`."""
     chunks: Chunks = {}
-    alone = len(group.entries) == 1
-    for segment, keys, with_wall in _segments(group, select):
-        start = (since or {}).get(segment, 0)
-        parts = segment.batches_with(run, start)
+    segments, alone = group.segments_of(run)
+    for segment, keys, with_wall in _segments(segments, select):
+        parts = segment.batches_with(run)
         # A key without events is known to belong to a run only if that is the only one.
         if parts or alone:
             assert segment.schema is not None
@@ -68,24 +58,38 @@ def of_run(
     return chunks
 
 
-def of_all_runs(
-    group: Group, select: Select, since: dict[SegmentReader, int] | None = None, wall: bool = False
-) -> dict[int, Chunks]:
-    """Read the events of all runs of a group, by their number, each file once."""
-    if len(group.entries) == 1:  # nothing to sort
+def of_all_runs(group: Group, select: Select, parts_of: PartsOf | None = None, wall: bool = False) -> dict[int, Chunks]:
+    """Read the events of all runs of a group, by their number, each file once; only these parts of it if given."""
+    if len(group.entries) == 1 and parts_of is None:  # nothing to sort
         run = group.entries[0].number
-        return {run: of_run(group, run, select, since, wall)}
+        return {run: of_run(group, run, select, wall)}
     by_run: dict[int, Chunks] = {entry.number: {} for entry in group.entries}
-    for segment, keys, with_wall in _segments(group, select):
-        parts = segment.all_batches((since or {}).get(segment, 0))
-        if not parts:
+    alone = _alone(group) if parts_of is None else {}
+    for segment, keys, with_wall in _segments(group.segments.values(), select):
+        parts = segment.all_batches() if parts_of is None else parts_of(segment)
+        without = alone.get(segment, set())  # runs that may have keys without events here
+        if not parts and not without:
             continue
         rows = _Rows(segment, parts, keys, with_wall, True, wall)
-        for first, data in rows.by_first():
+        by_first = dict(rows.by_first())
+        if rows.schema.runs == 1:
+            none = {column: x[:0] for column, x in rows.data.items()}
+            by_first |= {number: none for number in without - by_first.keys()}
+        for first, data in by_first.items():
             for number in range(first, first + rows.schema.runs):
                 if number in by_run:
                     rows.add_to(by_run[number], data, number - first)
     return by_run
+
+
+def _alone(group: Group) -> dict[SegmentReader, set[int]]:
+    """Return the runs to which all keys of a segment belong, even without events."""
+    runs: dict[SegmentReader, set[int]] = {}
+    for entry in group.entries if group.sources else ():
+        segments, alone = group.segments_of(entry.number)
+        for segment in segments if alone else ():
+            runs.setdefault(segment, set()).add(entry.number)
+    return runs
 
 
 # --- attempts ---
@@ -204,9 +208,9 @@ def activity(group: Group) -> dict[int, Activity]:
     return found
 
 
-def _segments(group: Group, select: Select) -> Iterable[tuple[SegmentReader, list[str], bool]]:
+def _segments(segments: Iterable[SegmentReader], select: Select) -> Iterable[tuple[SegmentReader, list[str], bool]]:
     """Return the segments with selected keys, these keys, and whether times are needed to put events in order."""
-    chosen = [(s, [key.name for key in s.schema.keys if select(key.name)]) for s in group.segments.values() if s.schema]
+    chosen = [(s, [key.name for key in s.schema.keys if select(key.name)]) for s in segments if s.schema]
     seen = collections.Counter(key for _, keys in chosen for key in keys)
     return [
         (segment, keys, segment.schema.runs > 1 or any(seen[key] > 1 for key in keys))

@@ -4,6 +4,7 @@ Its id sorts by time, and the names of segments have the numbers of process and 
 such names are ever read, repaired or deleted.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import datetime
@@ -42,7 +43,14 @@ _LARGEST_META, _LARGEST_RUNS = 16 << 20, 512 << 20  # bytes
 _FAR_FUTURE = 2.0e11  # larger times cannot be dates
 
 _CRC, _CRC_SIZE = b', "crc": "%08x"}', 20  # the end of a line
-_NEW = ("crc", "title", "order", "end", "begin")  # what lines of format 1, which have no checksum, do not have
+_NEW = (
+    "crc",
+    "title",
+    "order",
+    "end",
+    "begin",
+    "replaces",
+)  # what lines of format 1, which have no checksum, do not have
 
 _DEEPEST = 100  # levels of a config; beyond some more, neither JAX nor JSON can handle them
 
@@ -152,17 +160,43 @@ class End(NamedTuple):
 
     at: float
     failure: str | None
+    killed: bool = False  # said by a group that is closed of a run that came from one that never was
 
     def to_line(self, runs: list[int]) -> bytes:
         """Return one line of ASCII for all runs that ended so."""
-        line = {"end": runs, "at": self.at, "failure": self.failure}
+        line: dict[str, Any] = {"end": runs, "at": self.at, "failure": self.failure}
+        if self.killed:
+            line["killed"] = True
         return _with_checksum(line)
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> "dict[int, End]":
         """Undo `to_line`, given the parsed line; raise a ValueError for anything else."""
-        end = cls(float(line["at"]), line["failure"])
+        end = cls(float(line["at"]), line["failure"], bool(line.get("killed", False)))
         return {int(number): end for number in line["end"]}
+
+
+class Source(NamedTuple):
+    """A group that was merged into another one, which replaces it: `lox.store.compact`."""
+
+    group: str
+    first: int  # what its runs have added to their numbers
+    runs: int  # how many numbers it has
+    alone: bool  # whether it had one run, to which even keys without events belong
+    merged: bool  # whether it was merged from others, which are sources too
+    segments: dict[str, str]  # from the names of its files to those that their rows are in now
+    meta: dict[str, Any]  # what its meta.json said, without times and sizes
+
+    @staticmethod
+    def to_line(sources: "list[Source]") -> bytes:
+        """Return one line of ASCII for groups with the same `meta`."""
+        replaced = [{name: x for name, x in source._asdict().items() if name != "meta"} for source in sources]
+        return _with_checksum({"replaces": replaced, "meta": sources[0].meta})
+
+    @classmethod
+    def from_json(cls, line: dict[str, Any]) -> "list[Source]":
+        """Undo `to_line`, given the parsed line; raise a ValueError for anything else."""
+        return [cls(**source, meta=line["meta"]) for source in line["replaces"]]
 
 
 def began_line(runs: list[int]) -> bytes:
@@ -304,6 +338,18 @@ def sizes(group: Path) -> dict[str, int]:
         raise _errors.cannot_read(group, error) from error
 
 
+def files(group: Path) -> dict[str, int]:
+    """Return the sizes of all files of a group; none if it is gone."""
+    try:
+        with os.scandir(group) as found:
+            own = [f for f in found if f.name in (RUNS, META) or SEGMENT.fullmatch(f.name)]
+            return {f.name: f.stat(follow_symlinks=False).st_size for f in own}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise _errors.cannot_read(group, error) from error
+
+
 def accept_sizes(group: Path) -> None:
     """Accept the files of a closed group as they are now."""
     meta = Group(group).meta()
@@ -323,9 +369,11 @@ class Group:
         self.ends: dict[int, End] = {}  # by the number of the run
         self.began = 0  # how many runs began to overwrite others after they were opened
         self.last_order = 0
+        self.sources: list[Source] = []  # if it was merged from others
         self.segments: dict[tuple[int, int], SegmentReader] = {}
         self.problems: dict[Path, str] = {}  # what is wrong with which file
         self._runs_read, self._numbers = 0, set[int]()
+        self._origins: list[Source] = []  # the sources that have runs of their own, in order
 
     def meta(self) -> dict[str, Any] | None:
         """Read meta.json; return None if there is none, and raise an error if it is not lox's."""
@@ -389,6 +437,9 @@ class Group:
                     self.entries = [e._replace(began=True) if e.number in began else e for e in self.entries]
                     self.began += len(began)
                     continue
+                if isinstance(line, dict) and "replaces" in line:
+                    self.sources += Source.from_json(line)
+                    continue
                 entry = Entry.from_json(line, self.id)
             except (ValueError, KeyError, TypeError) as error:
                 damaged.append(str(error))
@@ -417,6 +468,21 @@ class Group:
                 self.segments[number].scan()
             except _errors.RunNotFoundError:
                 del self.segments[number]  # overwritten meanwhile
+
+    def segments_of(self, run: int) -> tuple[list[SegmentReader], bool]:
+        """Return the segments that may have events of a run, and whether all their keys are keys of that run."""
+        if not self.sources:
+            return list(self.segments.values()), len(self.entries) == 1
+        if not self._origins:
+            self._origins = sorted((s for s in self.sources if s.runs and not s.merged), key=lambda s: s.first)
+        # A run is in the last of them that begins before it: they are one after the other.
+        origin = self._origins[bisect.bisect_right(self._origins, run, key=lambda s: s.first) - 1]
+        names = set(origin.segments.values())
+        return [segment for segment in self.segments.values() if segment.file.name in names], origin.alone
+
+    def is_there(self) -> bool:
+        """Tell whether nothing was deleted because another group replaces this one: the list of runs goes first."""
+        return os.path.lexists(self.folder / RUNS)
 
     def damage(self) -> dict[Path, str]:
         """Say what is wrong with lines of runs.jsonl, and which files are shorter than when they were closed, or gone.
@@ -449,7 +515,9 @@ class Group:
     def state(self, number: int, fate: str) -> str:
         """Tell whether a run is "running", "finished", "failed", or was "killed", given the `fate` of the group."""
         end = self.ends.get(number)
-        return fate if end is None else "finished" if end.failure is None else "failed"
+        if end is None:
+            return fate
+        return "killed" if end.killed else "finished" if end.failure is None else "failed"
 
     def is_over(self) -> bool:
         """Tell whether certainly nobody writes here any more."""

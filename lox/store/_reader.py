@@ -7,7 +7,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from lox import _errors
 from lox._data import _sites
@@ -15,13 +17,15 @@ from lox._data._logdict import logdict
 from lox._engine import _selection
 from lox.store import _from_rows, _group, _index, _open
 from lox.store._catalog import Catalog, Record
-from lox.store._from_rows import Chunks, Select
+from lox.store._from_rows import Chunks, Parts, Select
 from lox.store._group import WAY_OUT, Entry, Group
 from lox.store._prng_keys import words_of
+from lox.store._schema import RUN, WALL
 from lox.store._segment import DamagedRowsError, SegmentReader, open_file
 from lox.store._table import Activity, Run, RunTable, Where, differences, flat_config, merged
 from lox.store.names import base_names
 
+_FEW = 1 / 64  # of the runs of a group are read one by one
 _LARGEST_COPY = 1 << 30  # bytes; a sparse file of any size must not fill the disk
 
 
@@ -94,6 +98,13 @@ class Runs(Mapping[str, logdict]):
         return f"<{len(self)} runs: {listed}>"
 
 
+class _Polled(NamedTuple):
+    """What was polled of a segment: so many batches, which are all rows up to a time."""
+
+    batches: int
+    wall: float
+
+
 class Reader:
     """The runs of a directory, while they are being written by this or other processes.
 
@@ -120,7 +131,7 @@ class Reader:
         self.path = Path(path).absolute()
         self._skips, self._wall, self._attempts = damaged == "skip", False, "newest"
         self._catalog = Catalog(self.path)
-        self._polled: dict[SegmentReader, int] = {}
+        self._polled: dict[tuple[str, str], _Polled] = {}  # by group and file
         self._activity: dict[str, dict[int, Activity]] = {}  # by group
         self._fates: dict[str, str] = {}  # of groups
         self._warned: set[str] = set()
@@ -131,8 +142,7 @@ class Reader:
     def refresh(self) -> None:
         """Look for new runs and events."""
         self._catalog.refresh()
-        for group in self._catalog.groups.values():
-            group.scan()
+        self._whole(list(self._catalog.records), lambda: [group.scan() for group in self._catalog.groups.values()])
 
     def runs(self) -> RunTable:
         """Return the runs found so far, oldest first."""
@@ -152,6 +162,9 @@ class Reader:
 
     def _look_at(self, name: str) -> tuple[Activity, str]:
         """Return how many events a run has and when, and its state."""
+        return self._whole([name], lambda: self._looked_at(name))
+
+    def _looked_at(self, name: str) -> tuple[Activity, str]:
         entries = self._catalog.records[name].entries
         parts = [self._activity_in(self._catalog.groups[e.group]).get(e.number) for e in entries]
         found = [part for part in parts if part is not None]
@@ -191,17 +204,16 @@ class Reader:
         self.refresh()
         select = _selector(argnames)
         by_entry: dict[tuple[str, int], Chunks] = {}
-        polled: dict[SegmentReader, int] = {}
+        polled: dict[tuple[str, str], _Polled] = {}
         for group, wanted in self._by_group(self._catalog.records.values()).items():
-            ends = {segment: len(segment.rows) for segment in group.segments.values()}
-            if all(self._polled.get(segment, 0) == end for segment, end in ends.items()):
+            if all(self._polled_of(segment).batches == len(segment.rows) for segment in group.segments.values()):
                 continue
             try:
-                by_run = self._intact(_from_rows.of_all_runs, group, select, self._polled)
+                by_run, ends = self._intact(self._new_in, group, select)
             except _errors.RunNotFoundError:
-                continue  # overwritten meanwhile
+                continue  # overwritten or merged meanwhile: the next poll finds it elsewhere
             by_entry |= {(group.id, number): by_run[number] for number in wanted if number in by_run}
-            polled.update(ends)
+            polled |= ends
         logs = {}
         for name, record in self._catalog.records.items():
             new: Chunks = {}
@@ -214,7 +226,76 @@ class Reader:
         self._polled.update(polled)  # only now, so that one may poll again after an error
         return logs
 
+    def _polled_of(self, segment: SegmentReader) -> _Polled:
+        return self._polled.get((segment.file.parent.name, segment.file.name), _Polled(0, -math.inf))
+
+    def _new_in(self, group: Group, select: Select) -> tuple[dict[int, Chunks], dict[tuple[str, str], _Polled]]:
+        """Return the events of a group since the last poll, and up to where that is."""
+        new = {segment: self._new_parts(group, segment) for segment in group.segments.values()}
+        ends = {}
+        for segment, parts in new.items():
+            batches, wall = self._polled_of(segment)
+            if parts:
+                wall = max(wall, float(segment.read([WALL], parts)[0].max(initial=-math.inf)))
+            ends[group.id, segment.file.name] = _Polled(max(batches, len(segment.rows)), wall)
+        return _from_rows.of_all_runs(group, select, new.__getitem__), ends
+
+    def _new_parts(self, group: Group, segment: SegmentReader) -> Parts:
+        """Return the rows since the last poll.
+
+        What was polled of a group before it was merged into this one is known by its time: of each segment, batches
+        come in order of time, and all rows of one time are in one batch.
+        """
+        batches = self._polled_of(segment).batches
+        parts = segment.all_batches(batches)
+        known = [
+            (source, self._polled[source.group, old])
+            for source in group.sources
+            if not batches
+            for old, name in source.segments.items()
+            if name == segment.file.name and (source.group, old) in self._polled
+        ]
+        if not known or not parts:
+            return parts
+        until = np.full(max(source.first + source.runs for source in group.sources), -math.inf)
+        for source, polled in known:
+            numbers = slice(source.first, source.first + source.runs)
+            until[numbers] = np.maximum(until[numbers], polled.wall)
+        new = []
+        for batch, _, rows in parts:
+            runs, wall = segment.read([RUN, WALL], [(batch, 0, rows)])
+            edges = np.flatnonzero(np.diff(np.r_[False, wall > until[runs], False]))
+            new += [(batch, int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+        return new
+
     # --- for load ---
+
+    def _whole(self, names: Sequence[str], read: Callable[[], Any]) -> Any:
+        """Return `read()`; again if the groups of these runs were merged into others or overwritten meanwhile."""
+        while True:
+            groups = self._groups_of(names)
+            try:
+                result = read()
+            except _errors.RunNotFoundError:
+                if all(group.is_there() for group in groups) or not self._find_again(names, groups):
+                    raise
+                continue
+            if all(group.is_there() for group in groups) or not self._find_again(names, groups):
+                return result
+
+    def _groups_of(self, names: Sequence[str]) -> list[Group]:
+        missing = next((name for name in names if name not in self._catalog.records), None)
+        if missing is not None:
+            raise self._no_run(missing)
+        return list(self._by_group([self._catalog.records[name] for name in names]))
+
+    def _find_again(self, names: Sequence[str], groups: list[Group]) -> bool:
+        """Look for runs in other groups than these; return whether they are in others."""
+        self._catalog.refresh()
+        found = self._groups_of(names)
+        for group in found:
+            group.scan()
+        return found != groups
 
     def _by_group(self, records: Iterable[Record]) -> dict[Group, dict[int, str]]:
         """Return the groups of these runs, oldest first, with the numbers and names of the runs in them."""
@@ -225,7 +306,8 @@ class Reader:
         return {self._catalog.groups[id_]: by_group[id_] for id_ in sorted(by_group)}
 
     def _logs(self, name: str, select: Select) -> logdict:
-        return _from_rows.to_logdict(self._chunks_of(self._catalog.records[name], select))
+        chunks = self._whole([name], lambda: self._chunks_of(self._catalog.records[name], select))
+        return _from_rows.to_logdict(chunks)
 
     def _chunks_of(self, record: Record, select: Select) -> Chunks:
         """Return the events of a run; of each step, those of the newest attempt that computed it."""
@@ -241,7 +323,7 @@ class Reader:
 
     def _read(self, entry: Entry, select: Select, timed: bool) -> Chunks:
         group = self._catalog.groups[entry.group]
-        return self._intact(_from_rows.of_run, group, entry.number, select, None, self._wall, timed)
+        return self._intact(_from_rows.of_run, group, entry.number, select, self._wall, timed)
 
     def _without_replaced(self, chunks: Chunks, entry: Entry, later: Entry, replaced: bool = False) -> Chunks:
         if later.resumed is None:
@@ -252,6 +334,9 @@ class Reader:
 
     def _comparison(self, name: str) -> str | None:
         """Compare what attempts of a run have computed again with what they replace, bit by bit."""
+        return self._whole([name], lambda: self._compared(name))
+
+    def _compared(self, name: str) -> str | None:
         entries = self._catalog.records[name].entries
         if not any(entry.resumed for entry in entries):
             return None
@@ -274,15 +359,18 @@ class Reader:
         return min(found)[1] if found else "resumed exactly"
 
     def _chunks_of_all(self, names: list[str], select: Select) -> dict[str, Chunks]:
+        return self._whole(names, lambda: self._all_chunks(names, select))
+
+    def _all_chunks(self, names: list[str], select: Select) -> dict[str, Chunks]:
         records = [self._catalog.records[name] for name in names]
         if self._attempts == "all" or any(entry.resumed for record in records for entry in record.entries):
             return {record.name: self._chunks_of(record, select) for record in records}
         chunks: dict[str, Chunks] = {name: {} for name in names}
         by_entry: dict[tuple[str, int], Chunks] = {}
         for group, wanted in self._by_group(records).items():
-            if len(wanted) == 1:
-                (number,) = wanted
-                by_entry[group.id, number] = self._intact(_from_rows.of_run, group, number, select, None, self._wall)
+            if len(wanted) == 1 or len(wanted) <= _FEW * len(group.entries):
+                for number in wanted:
+                    by_entry[group.id, number] = self._intact(_from_rows.of_run, group, number, select, self._wall)
             else:
                 for number, run_chunks in self._intact(_from_rows.of_all_runs, group, select, None, self._wall).items():
                     by_entry[group.id, number] = run_chunks
@@ -349,11 +437,14 @@ class Reader:
                 f"the directory {str(self.path)!r} has no runs: lox has written nothing to it. Check the path."
             )
 
-    def _prepare(self, names: Iterable[str], argnames: tuple[str, ...] | None) -> None:
+    def _prepare(self, names: Sequence[str], argnames: tuple[str, ...] | None) -> None:
         """Scan the files of these runs, and warn of damage and of names of keys that none of them has."""
-        records = [self._catalog.records[name] for name in names]
+        self._warn_of(self._whole(names, lambda: self._scan(self._groups_of(names))))
+        self._check_names(names, argnames)
+
+    def _scan(self, groups: Iterable[Group]) -> list[str]:
         problems: dict[Path, str] = {}
-        for group in self._by_group(records):
+        for group in groups:
             if group.id in self._scanned:
                 continue
             self._scanned.add(group.id)
@@ -363,8 +454,7 @@ class Reader:
                 if segment.leftover and not (segment.damage is None and group.is_alive()):
                     what = segment.damage or "the last batch is incomplete"
                     problems[segment.file] = f"{str(segment.file)!r}: {segment.leftover} bytes at its end ({what})"
-        self._warn_of(problems.values())
-        self._check_names(records, argnames)
+        return list(problems.values())
 
     def _warn_of(self, problems: Iterable[str]) -> None:
         problems = [p for p in problems if p not in self._warned]
@@ -376,10 +466,12 @@ class Reader:
                 + f"\nEverything intact was loaded. lox.store.repair({str(self.path)!r}) removes the rest."
             )
 
-    def _check_names(self, records: Iterable[Record], argnames: tuple[str, ...] | None) -> None:
+    def _check_names(self, names: Sequence[str], argnames: tuple[str, ...] | None) -> None:
         """Warn of names that match no key in the files of these runs."""
         if argnames is not None:
-            segments = [segment for group in self._by_group(records) for segment in group.segments.values()]
+            by_group = self._by_group([self._catalog.records[name] for name in names])
+            runs = [(group, number) for group, numbers in by_group.items() for number in numbers]
+            segments = dict.fromkeys(segment for group, number in runs for segment in group.segments_of(number)[0])
             known = dict.fromkeys(key.name for segment in segments if segment.schema for key in segment.schema.keys)
             text = _selection.unmatched("argnames", argnames, known)
             if text and text not in self._warned:
@@ -521,7 +613,8 @@ def runs(path: str | os.PathLike[str], where: Where | None = None) -> RunTable:
     """
     reader = Reader(path)
     reader._open_for_loading(may_be_empty=True)
-    reader._warn_of([text for group in reader._catalog.groups.values() for text in group.damage().values()])
+    damage = lambda: [text for group in reader._catalog.groups.values() for text in group.damage().values()]  # noqa: E731
+    reader._warn_of(reader._whole(list(reader._catalog.records), damage))
     return reader.runs() if where is None else reader.runs().where(where)
 
 

@@ -323,6 +323,13 @@ class SegmentReader:
                 arrays.append(codec.decode(raw).reshape(total, *column.memory_shape))
         return arrays
 
+    def stored(self, batch: int, start: int, stop: int) -> list[Array]:
+        """Read rows of a batch as they are stored: Arrow's values of each column, with an axis of rows in front."""
+        assert self._batches is not None
+        with self.open() as file:
+            raw = [self._raw(file, number, batch, start, stop) for number in range(len(self._batches.columns))]
+        return [x.reshape(stop - start, items) for x, items in zip(raw, self._batches.items, strict=True)]
+
     def _raw(self, file: BinaryIO, number: int, batch: int, start: int, stop: int, out: Array | None = None) -> Array:
         """Read Arrow's values of some rows of a column."""
         assert self._batches is not None

@@ -235,7 +235,7 @@ class Writer:
 
     def end_runs(self, runs: Iterable[int], failure: str | None = None) -> None:
         """Note that runs have ended before the writer is closed, or why they have failed."""
-        runs = list(runs)
+        runs = list(map(int, runs))
         with self._lock:
             self._check_open()
             self._write_lines(_group.End(time.time(), failure).to_line(runs))
