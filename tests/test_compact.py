@@ -685,7 +685,7 @@ def test_a_kill_at_every_operation(tmp_path, again):
         assert lox.store.repair(path) == {}
         lox.store.compact(path)
         assert everything(path, each=False) == before, k
-        assert len(groups(path)) == 1 and sorted(p.name for p in path.iterdir())[0] == ".compact.lock", k
+        assert len(groups(path)) == 1 and sorted(p.name for p in path.iterdir())[0] == ".lox", k
         assert len(list(path.iterdir())) == 2
         shutil.rmtree(path)
         if k in finished:

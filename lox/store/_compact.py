@@ -27,7 +27,7 @@ from lox.store._schema import RUN
 from lox.store._segment import open_file
 from lox.store._writer import _sync
 
-_LOCK = ".compact.lock"
+_LOCK = ".lox/compact.lock"
 _UNFINISHED = re.compile(r"\.compact-[0-9a-f]{8}")
 _GROUP_BYTES = 1 << 30  # of old groups that are merged at once: while it lasts, they take as much room again
 _GROUP_RUNS = 1024  # of a new group: to load one of them, all are listed
@@ -112,6 +112,9 @@ def _locked(folder: Path) -> Iterator[None]:
     """Keep others from merging groups. The file stays; the system unlocks that of a process that dies."""
     file = folder / _LOCK
     try:
+        file.parent.mkdir(exist_ok=True)
+        if file.parent.is_symlink():
+            raise _errors.StoreError(f"{str(file.parent)!r} is a link, which lox did not make there.")
         opened = open_file(file, os.O_RDWR | os.O_CREAT)
     except _errors.StoreError:
         raise

@@ -15,6 +15,7 @@ import platform
 import re
 import secrets
 import socket
+import stat
 import sys
 import time
 import types
@@ -593,12 +594,19 @@ def _is_running(pid: int) -> bool:
     return True
 
 
+def _mode(path: str) -> int:
+    try:
+        return os.lstat(path).st_mode
+    except FileNotFoundError:
+        return 0
+
+
 def groups_in(folder: Path, without: Container[str] = ()) -> list[str]:
     """Return the ids of the groups in a directory, oldest first, or of those that one does not know."""
     try:
-        with os.scandir(folder) as found:
-            others = [f for f in found if f.name not in without and GROUP_ID.fullmatch(f.name)]
-            return sorted(f.name for f in others if f.is_dir(follow_symlinks=False))  # a link is not lox's
+        others = [name for name in os.listdir(folder) if name not in without and GROUP_ID.fullmatch(name)]
+        # A link is not lox's.
+        return sorted(name for name in others if stat.S_ISDIR(_mode(os.path.join(folder, name))))
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -19,7 +19,7 @@ from lox import _errors
 from lox.store._group import Entry, Group
 from lox.store._segment import open_file
 
-FEW = 64  # groups; reading the files of so many is quick
+FEW = 16  # groups; reading the files of so many is quick
 _FILE = ".lox/index"
 _FIRST_LINE = b"lox index 1, crc32 %08x\n"
 _LARGEST = 4 << 30  # bytes
