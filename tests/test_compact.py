@@ -321,6 +321,17 @@ def test_writers_on_other_machines(tmp_path, force):
     assert everything(tmp_path) == before
 
 
+def test_a_writer_that_was_just_writing(tmp_path):
+    """It may be alive in a container, where its process cannot be seen."""
+    simple(tmp_path, 2)
+    writer = Writer(tmp_path)
+    writer.append(writer.open_run("killed"), {"x": np.float64(1)})
+    abandon(writer)
+    os.utime(writer.group / "p0000-000.arrows")
+    assert lox.store.compact(tmp_path)["groups"] == (3, 2) and writer.group.exists()
+    assert lox.store.compact(tmp_path, force=True)["groups"] == (2, 1)
+
+
 def test_links_and_files_of_others(tmp_path):
     path = tmp_path / "runs"
     simple(path, 3)
@@ -373,9 +384,11 @@ def test_a_torn_tail_is_repaired_first(tmp_path):
     abandon(writer)
     with open(writer.group / "p0000-000.arrows", "ab") as file:
         file.write(b"\xff\xff")
+    os.utime(writer.group / "p0000-000.arrows", (0, 0))
     with pytest.warns(lox.LoxWarning, match="1 groups are damaged and were left alone"):
         assert lox.store.compact(tmp_path)["groups"] == (3, 2)
     lox.store.repair(tmp_path)
+    os.utime(writer.group / "p0000-000.arrows", (0, 0))
     before = everything(tmp_path)
     assert lox.store.compact(tmp_path)["groups"] == (2, 1)
     assert everything(tmp_path) == before
@@ -390,6 +403,7 @@ def test_events_of_runs_that_are_not_listed(tmp_path):
     abandon(writer)
     listed = writer.group / "runs.jsonl"
     listed.write_text(listed.read_text().splitlines(keepends=True)[0])
+    os.utime(listed, (0, 0))
     with pytest.warns(lox.LoxWarning, match=r"p0000-000.arrows has events of runs that are not in runs.jsonl"):
         assert lox.store.compact(tmp_path)["groups"] == (3, 2)
 
