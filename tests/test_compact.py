@@ -43,6 +43,7 @@ def small(monkeypatch):
 # --- nothing changes ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_stores(tmp_path, seed):
     rng = np.random.default_rng(seed)
@@ -59,6 +60,7 @@ def test_random_stores(tmp_path, seed):
     assert lox.store.compact(tmp_path)["groups"] == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_stores_in_small_pieces(tmp_path, small, seed):
     rng = np.random.default_rng(100 + seed)
@@ -74,6 +76,7 @@ def test_random_stores_in_small_pieces(tmp_path, small, seed):
     assert everything(tmp_path) == before and len(groups(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_lanes_of_a_training(tmp_path):
     def train(key):
         def body(carry, i):
@@ -249,6 +252,7 @@ def test_batches_and_segments(tmp_path, monkeypatch):
         assert runs == sorted(runs)
 
 
+@pytest.mark.slow
 def test_large_groups_are_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(_compact, "_GROUP_BYTES", 100_000)
     simple(tmp_path, 3)
@@ -506,6 +510,7 @@ def polled_twice(path):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", READS)
 def test_a_merge_at_every_moment_of_reading(tmp_path, read):
     simple(tmp_path / "original", 4)
