@@ -1,5 +1,7 @@
 """Stores of all kinds for tests of `compact`, and everything that can be seen of one."""
 
+import os
+import time
 import warnings
 import zlib
 
@@ -20,6 +22,8 @@ def abandon(writer):
         segment.abandon()
     writer.closed = True
     _open.unregister(writer.flush)
+    for file in writer.group.iterdir():  # a while ago
+        os.utime(file, (time.time() - 3600,) * 2)
 
 
 # --- what can be seen ---

@@ -43,6 +43,7 @@ def small(monkeypatch):
 # --- nothing changes ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_stores(tmp_path, seed):
     rng = np.random.default_rng(seed)
@@ -59,6 +60,7 @@ def test_random_stores(tmp_path, seed):
     assert lox.store.compact(tmp_path)["groups"] == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_stores_in_small_pieces(tmp_path, small, seed):
     rng = np.random.default_rng(100 + seed)
@@ -74,6 +76,7 @@ def test_random_stores_in_small_pieces(tmp_path, small, seed):
     assert everything(tmp_path) == before and len(groups(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_lanes_of_a_training(tmp_path):
     def train(key):
         def body(carry, i):
@@ -249,6 +252,7 @@ def test_batches_and_segments(tmp_path, monkeypatch):
         assert runs == sorted(runs)
 
 
+@pytest.mark.slow
 def test_large_groups_are_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(_compact, "_GROUP_BYTES", 100_000)
     simple(tmp_path, 3)
@@ -321,6 +325,17 @@ def test_writers_on_other_machines(tmp_path, force):
     assert everything(tmp_path) == before
 
 
+def test_a_writer_that_was_just_writing(tmp_path):
+    """It may be alive in a container, where its process cannot be seen."""
+    simple(tmp_path, 2)
+    writer = Writer(tmp_path)
+    writer.append(writer.open_run("killed"), {"x": np.float64(1)})
+    abandon(writer)
+    os.utime(writer.group / "p0000-000.arrows")
+    assert lox.store.compact(tmp_path)["groups"] == (3, 2) and writer.group.exists()
+    assert lox.store.compact(tmp_path, force=True)["groups"] == (2, 1)
+
+
 def test_links_and_files_of_others(tmp_path):
     path = tmp_path / "runs"
     simple(path, 3)
@@ -373,9 +388,11 @@ def test_a_torn_tail_is_repaired_first(tmp_path):
     abandon(writer)
     with open(writer.group / "p0000-000.arrows", "ab") as file:
         file.write(b"\xff\xff")
+    os.utime(writer.group / "p0000-000.arrows", (0, 0))
     with pytest.warns(lox.LoxWarning, match="1 groups are damaged and were left alone"):
         assert lox.store.compact(tmp_path)["groups"] == (3, 2)
     lox.store.repair(tmp_path)
+    os.utime(writer.group / "p0000-000.arrows", (0, 0))
     before = everything(tmp_path)
     assert lox.store.compact(tmp_path)["groups"] == (2, 1)
     assert everything(tmp_path) == before
@@ -390,6 +407,7 @@ def test_events_of_runs_that_are_not_listed(tmp_path):
     abandon(writer)
     listed = writer.group / "runs.jsonl"
     listed.write_text(listed.read_text().splitlines(keepends=True)[0])
+    os.utime(listed, (0, 0))
     with pytest.warns(lox.LoxWarning, match=r"p0000-000.arrows has events of runs that are not in runs.jsonl"):
         assert lox.store.compact(tmp_path)["groups"] == (3, 2)
 
@@ -412,21 +430,23 @@ def test_damage_to_a_merged_group(tmp_path):
 
 def test_poll_goes_on_after_a_merge(tmp_path, small):
     """Readers that had polled this much or that much of the groups, before and between merges."""
-    readers = []
+    readers, stage = [], [0]
 
     def polls(reader, collected):
         for name, logs in reader.poll().items():
             for key in logs:
                 collected.setdefault((name, key), []).extend(logs[key].tolist())
 
-    def poll_all():
-        for reader, collected in readers:
-            polls(reader, collected)
+    def poll_some():
+        """Each reader polls at other moments; one more begins now."""
+        stage[0] += 1
+        for n, (reader, collected) in enumerate(readers):
+            if (n + stage[0]) % 3:
+                polls(reader, collected)
         readers.append((Reader(tmp_path), {}))
         polls(*readers[-1])
-        readers.append((Reader(tmp_path), {}))  # polls later
 
-    poll_all()
+    poll_some()
     for round_ in range(3):
         with Writer(tmp_path) as writer:
             runs = writer.open_runs([f"{round_}.{n}" for n in range(3)])
@@ -438,16 +458,14 @@ def test_poll_goes_on_after_a_merge(tmp_path, small):
                     writer.append(run, {"x": np.float64(100 * round_ + i)})
                     writer.append(run, {"y": np.float64(100 * round_ + i)})
                 writer.flush()
-                if i != 2:
-                    poll_all()
+                poll_some()
         simple(tmp_path, 2) if round_ == 1 else None
         lox.store.compact(tmp_path, min_groups=1)
         if round_ == 1:
             lox.store.compact(tmp_path, min_groups=1)
-    poll_all()
     expected: dict = {}
     polls(Reader(tmp_path), expected)
-    assert len(expected) == 3 * (3 + 2) + 2 + 2 and len(readers) > 15
+    assert len(expected) == 3 * (3 + 2) + 2 + 2 and len(readers) == 13
     for reader, collected in readers:
         polls(reader, collected)
         assert collected == expected
@@ -492,6 +510,7 @@ def polled_twice(path):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", READS)
 def test_a_merge_at_every_moment_of_reading(tmp_path, read):
     simple(tmp_path / "original", 4)
@@ -920,3 +939,43 @@ def test_a_copy_that_turns_up_again(tmp_path):
     segment.write_bytes(data)
     assert lox.store.compact(tmp_path / "runs")["groups"] == (4, 1)
     assert everything(tmp_path / "runs") == before
+
+
+def test_a_writer_that_only_seemed_dead(tmp_path, monkeypatch):
+    """It goes on writing while its group is read: the group stays."""
+    simple(tmp_path, 2)
+    writer = Writer(tmp_path)
+    run = writer.open_run("seems dead")
+    writer.append(run, {"x": np.float64(1)})
+    writer.flush()
+    monkeypatch.setattr(_group.Group, "is_alive", lambda self: False)
+    monkeypatch.setattr(_group, "RECENT", -1.0)
+    check = _compact._check
+
+    def write_meanwhile(*args):
+        writer.append(run, {"x": np.float64(2)})
+        writer.flush()
+        return check(*args)
+
+    monkeypatch.setattr(_compact, "_check", write_meanwhile)
+    with pytest.raises(lox.StoreError, match=r"was changed by others while it was compacted\. Try again"):
+        lox.store.compact(tmp_path)
+    monkeypatch.undo()
+    writer.close()
+    assert lox.load(tmp_path, "seems dead")["x"].tolist() == [1, 2, 2, 2]
+    assert len(groups(tmp_path)) == 3 and not list(tmp_path.glob(".compact-*"))
+
+
+def test_many_rows_stay_in_order(tmp_path, monkeypatch):
+    """Runs that take turns are sorted, each of them in order."""
+    for n in range(2):
+        with Writer(tmp_path, buffer_bytes=500) as writer:
+            runs = writer.open_runs([f"{n}.{i}" for i in range(3)])
+            for i in range(300):
+                writer.append(runs[i * 7 % 3], {"x": np.float64(i)})
+    before = everything(tmp_path)
+    lox.store.compact(tmp_path)
+    assert everything(tmp_path) == before
+    (segment,) = tmp_path.glob("*/*.arrows")
+    (batch,) = pyarrow.ipc.open_stream(segment)
+    assert batch["run"].to_pylist() == [run for run in range(6) for _ in range(100)]

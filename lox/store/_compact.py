@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ def compact(path: str | os.PathLike[str], *, min_groups: int = 2, force: bool = 
     Args:
         path: The directory.
         min_groups: Do nothing if there are fewer groups to merge.
-        force: Whether to merge even groups of other machines that were never closed. Nobody can tell from here whether
-            their writers are dead, and what a living one still writes would be lost.
+        force: Whether to merge even groups that were never closed and are from other machines, or were written to in
+            the last minute. Whether their writers are dead cannot be told with certainty, and what a living one still
+            writes would be lost.
 
     Returns:
         The numbers of `"groups"`, `"files"` and `"bytes"`, each before and after.
@@ -242,7 +244,11 @@ def _is_over(group: Group, force: bool) -> bool:
     meta = group.meta()
     if meta is None or meta.get("status") == "closed":
         return True
-    return not group.is_alive() and (force or meta.get("host") == socket.gethostname())
+    if force or group.is_alive():
+        return force and not group.is_alive()
+    # A process in a container may have the same host and yet not be seen: one that was just writing is alive.
+    quiet = time.time() - group.last_change() > _group.RECENT
+    return quiet and meta.get("host") == socket.gethostname()
 
 
 def _damage(group: Group) -> str | None:

@@ -38,7 +38,7 @@ _LEFTOVER = re.compile(
     SEGMENT.pattern + r"\.(damaged|repaired)|(meta\.json|runs\.jsonl)\.\d+\.tmp"
 )  # of repairs and of crashes
 META, RUNS = "meta.json", "runs.jsonl"
-_RECENT = 60.0  # seconds after a write in which a writer on another machine is probably alive
+RECENT = 60.0  # seconds after a write in which a writer on another machine is probably alive
 
 _LARGEST_META, _LARGEST_RUNS = 16 << 20, 512 << 20  # bytes
 _FAR_FUTURE = 2.0e11  # larger times cannot be dates
@@ -329,18 +329,8 @@ def replace(file: Path, data: bytes) -> None:
         raise _errors.cannot_write(file, error, WAY_OUT) from error
 
 
-def sizes(group: Path) -> dict[str, int]:
-    """Return the sizes of the files of a group but meta.json."""
-    try:
-        with os.scandir(group) as files:
-            own = [f for f in files if f.name == RUNS or SEGMENT.fullmatch(f.name)]
-            return {f.name: f.stat(follow_symlinks=False).st_size for f in own}
-    except OSError as error:
-        raise _errors.cannot_read(group, error) from error
-
-
 def files(group: Path) -> dict[str, int]:
-    """Return the sizes of all files of a group; none if it is gone."""
+    """Return the sizes of the files of a group; none if it is gone."""
     try:
         with os.scandir(group) as found:
             own = [f for f in found if f.name in (RUNS, META) or SEGMENT.fullmatch(f.name)]
@@ -349,6 +339,11 @@ def files(group: Path) -> dict[str, int]:
         return {}
     except OSError as error:
         raise _errors.cannot_read(group, error) from error
+
+
+def sizes(group: Path) -> dict[str, int]:
+    """Return the sizes of the files of a group but meta.json."""
+    return {name: size for name, size in files(group).items() if name != META}
 
 
 def accept_sizes(group: Path) -> None:
@@ -536,13 +531,14 @@ class Group:
         if meta is None or meta.get("status") == "closed":
             return False
         if meta.get("host") != socket.gethostname():
-            return time.time() - self._last_change() < _RECENT
+            return time.time() - self.last_change() < RECENT
         pid = meta.get("pid")
         if pid == os.getpid():
             return _open.is_open(self.folder)
         return isinstance(pid, int) and pid > 0 and _is_running(pid)
 
-    def _last_change(self) -> float:
+    def last_change(self) -> float:
+        """Return when a file of the group was last written to."""
         try:
             return max((entry.stat().st_mtime for entry in os.scandir(self.folder)), default=0.0)
         except OSError:

@@ -109,7 +109,7 @@ def _end_lines(part: Part) -> list[bytes]:
     """Say how runs have ended. The new group is closed; what runs in one that was not have not said, was killed."""
     group = part.group
     closed = (group.meta() or {}).get("status") == "closed"
-    killed = End(group._last_change(), None, killed=True)
+    killed = End(group.last_change(), None, killed=True)
     runs: dict[End, list[int]] = {}
     for number in np.flatnonzero(part.kept).tolist():
         end = group.ends.get(number) if closed else group.ends.get(number, killed)
