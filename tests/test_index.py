@@ -15,6 +15,7 @@ import pytest
 import lox
 from lox.store import _catalog, _index
 from lox.store._catalog import Catalog
+from lox.store._group import Group
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +135,20 @@ def _refreshed(path: Any) -> Catalog:
     catalog = Catalog(path)
     catalog.refresh()
     return catalog
+
+
+def test_a_writer_that_seemed_dead(tmp_path: Any, monkeypatch: Any) -> None:
+    """One in a container, for instance, which did not log for a minute and then begins another run."""
+    writer = lox.store.Writer(tmp_path)
+    writer.open_run("first")
+    with monkeypatch.context() as patched:
+        patched.setattr(Group, "is_over", lambda self: True)
+        store(tmp_path)
+    assert writer.group.name in _index.load(tmp_path).ids  # type: ignore[union-attr]
+    writer.append(writer.open_run("second"), {"x": np.float32(1)})
+    writer.close()
+    assert writer.group.name not in _index.load(tmp_path).ids  # type: ignore[union-attr]
+    assert lox.load(tmp_path, "second")["x"].tolist() == [1.0]
 
 
 # --- overwriting ---

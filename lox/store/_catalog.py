@@ -169,6 +169,12 @@ class Catalog:
             index.change(finished, index.ids.difference(ids) | (index.ids & replaced))
             index.save(self.folder)
 
+    def written_to(self, group: str) -> None:
+        """Note that a group which was taken for finished is not."""
+        if self._index is not None and group in self._index.ids:
+            self._index.change([], [group])
+            self._index.save(self.folder)
+
     def next_order(self) -> int:
         """Return the place of an entry that is written now, after all others."""
         last = max((group.last_order for group in self.groups.values()), default=0)

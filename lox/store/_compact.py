@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -244,11 +243,9 @@ def _is_over(group: Group, force: bool) -> bool:
     meta = group.meta()
     if meta is None or meta.get("status") == "closed":
         return True
-    if force or group.is_alive():
-        return force and not group.is_alive()
-    # A process in a container may have the same host and yet not be seen: one that was just writing is alive.
-    quiet = time.time() - group.last_change() > _group.RECENT
-    return quiet and meta.get("host") == socket.gethostname()
+    if force:
+        return not group.is_alive()
+    return group.is_over() and meta.get("host") == socket.gethostname()
 
 
 def _damage(group: Group) -> str | None:

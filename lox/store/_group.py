@@ -516,14 +516,14 @@ class Group:
         return "killed" if end.killed else "finished" if end.failure is None else "failed"
 
     def is_over(self) -> bool:
-        """Tell whether certainly nobody writes here any more."""
+        """Tell whether nobody writes here any more: not even a process in a container, which cannot be seen."""
         try:
             meta = self.meta()
         except _errors.StoreError:
             return False  # which `load` reports
-        if meta is None:  # it may be on its way
-            return time.time() - self._last_change() > _RECENT
-        return not self.is_alive()
+        if meta is not None and meta.get("status") == "closed":
+            return True
+        return not self.is_alive() and time.time() - self.last_change() > RECENT
 
     def is_alive(self) -> bool:
         """Tell whether some process may still be writing here."""

@@ -222,6 +222,7 @@ class Writer:
                 for number, ((name, run_mode), title, base, prng_key, config, step) in enumerate(runs, first)
             ]
             self._overwriting |= {e.number: e.base for e in entries if e.mode == "overwrite"}
+            self._catalog.written_to(here)
             self._write_lines(b"".join(entry.to_line() for entry in entries))
             opened_as = {e.number: e.name for e in entries}
             if not alone:  # another process may have chosen the same names at the same moment
