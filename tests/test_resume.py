@@ -598,7 +598,7 @@ PROGRAM = """
     logger = lox.SaveLogger(directory)
 
     @jax.jit
-    def steps(states, w, first):
+    def steps(states, w, first, noise):  # an argument: the program is the same, to the last bit
         def one(state, w):
             def step(w, i):
                 w = w * 1.01 + 0.1
@@ -617,7 +617,7 @@ PROGRAM = """
     states = jax.vmap(lambda key: logger.resume(key, step=first))(keys)
     print("ready", flush=True)
     while first < 3000:
-        w = steps(states, w, first)
+        w = steps(states, w, first, noise)
         first += 10
         if first % 30 == 0:
             jax.block_until_ready(w)
