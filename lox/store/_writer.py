@@ -141,6 +141,8 @@ class Writer:
         self._wall = 0.0
         self._segments = 0
         self._overwriting: dict[int, str] = {}  # runs that will overwrite others at their first event, and their bases
+        self._with_events: set[int] = set()  # of these, those that have one on disk
+        self._failed: set[int] = set()  # of these, those that have ended by an exception
         self._unsynced: list[str] = []  # segments written to since the last fsync
         self._warned = False
         self.closed = True  # until it is open
@@ -240,8 +242,8 @@ class Writer:
         with self._lock:
             self._check_open()
             self._write_lines(_group.End(time.time(), failure).to_line(runs))
-            for run in runs if failure is not None else ():
-                self._overwriting.pop(run, None)  # without an event, it overwrites nothing
+            if failure is not None:
+                self._failed.update(self._overwriting.keys() & runs)  # without an event, they overwrite nothing
 
     def _begin(self, runs: Iterable[int]) -> None:
         """Let runs that have events now overwrite others: hide these, and delete them if nobody writes to them."""
@@ -252,11 +254,14 @@ class Writer:
         self._write_lines(_group.began_line(runs))
         for run in runs:
             del self._overwriting[run]
+        self._with_events.difference_update(runs)
         with self._catalog.locked():
-            for group in self._catalog.dead_groups(bases):
+            dead = [group for group in self._catalog.dead_groups(bases) if not group.is_alive()]
+            if dead:
+                self._sync_files()  # after a loss of power, one of both must be there
+            for group in dead:
                 try:
-                    if not group.is_alive():
-                        group.delete()
+                    group.delete()
                 except _errors.StoreError as error:
                     self._warn(f"what was overwritten is hidden, but could not be deleted: {error}")
 
@@ -331,14 +336,14 @@ class Writer:
 
     def _write_pending(self) -> None:
         self._refused = self._pending
-        began: set[int] = set()
         for schema, table in list(self._tables.items()):
             if not table.rows and table.started:
                 continue
             segment = self._segment_of(schema, table)
             if table.rows:
                 segment.write_batch(table.rows, table.batch())
-                began |= self._overwriting.keys() & table.runs() if self._overwriting else set()
+                if self._overwriting:
+                    self._with_events |= self._overwriting.keys() & table.runs()
                 self._pending -= table.size
                 table.clear()
             else:
@@ -347,7 +352,7 @@ class Writer:
             if self._write_once or segment.size >= self._segment_bytes:
                 segment.close()
         self._refused = 0
-        self._begin(began)
+        self._begin(self._with_events)
         self._forget_old_tables()
 
     def _segment_of(self, schema: Schema, table: _Table) -> SegmentWriter:
@@ -397,11 +402,14 @@ class Writer:
             self._check_open()
             self._write_pending()
             if fsync:
-                # Directories too, or the files might be missing after a loss of power.
-                segments = [self.group / name for name in self._unsynced]
-                for file in [*segments, self.group / _group.RUNS, self.group, self.path]:
-                    _sync(file)
-                self._unsynced = [segment.file.name for segment in self._open_segments()]
+                self._sync_files()
+
+    def _sync_files(self) -> None:
+        # Directories too, or the files might be missing after a loss of power.
+        segments = [self.group / name for name in self._unsynced]
+        for file in [*segments, self.group / _group.RUNS, self.group, self.path]:
+            _sync(file)
+        self._unsynced = [segment.file.name for segment in self._open_segments()]
 
     def close(self) -> None:
         """Flush and close the files. Afterwards nothing can be appended; closing again does nothing."""
@@ -413,7 +421,7 @@ class Writer:
                 self._write_pending()
                 for segment in self._open_segments():
                     segment.close()
-                self._begin(self._overwriting)
+                self._begin(self._overwriting.keys() - self._failed)
                 if self.run_names:
                     sizes = _group.sizes(self.group)
                     _group.write_meta(self.group, self._created, self._process, "closed", self._config, sizes)
