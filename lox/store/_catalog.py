@@ -18,7 +18,7 @@ from lox import _errors
 from lox.store import _group, _index, names
 from lox.store._group import Entry, Group
 from lox.store._index import Index
-from lox.store._table import has_values, merged
+from lox.store._table import differences, has_values, merged
 
 MODES = ("new", "append", "overwrite", "error")
 _LIKE_OPEN = {"a": "append", "w": "overwrite", "x": "error"}  # the modes of `open`
@@ -31,6 +31,16 @@ class Record(NamedTuple):
     name: str
     base: str
     entries: list[Entry]
+
+    def history(self) -> tuple[Any, list[tuple[int, dict[str, tuple[Any, Any]]]]]:
+        """Return the config, and the number of each attempt that changed it, with the values before and after."""
+        config, changes = self.entries[0].config, []
+        for attempt, entry in enumerate(self.entries[1:], 1):
+            if entry.config is not None:
+                before, config = config, entry.config if entry.resumed is None else merged(config, entry.config)
+                if different := differences(before, config):
+                    changes.append((attempt, different))
+        return config, changes
 
 
 class Resolution:
@@ -299,9 +309,9 @@ def choose_resumed(
         found = [record for record in there if record.name not in chosen]
         if len(found) > 1:
             found = [record for record in found if record.entries[0].title == title] or found
-        if len({repr(_config(record)) for record in found}) > 1:
-            found = [record for record in found if config and has_values(_config(record), config)]
-        if len({repr(_config(record)) for record in found}) > 1 or (there and not found):
+        if _differ(found):
+            found = [record for record in found if config and has_values(record.history()[0], config)]
+        if _differ(found) or (there and not found):
             several = _errors.listing([record.name for record in there])
             raise _errors.RunNotFoundError(
                 f"cannot resume {title!r} in {str(catalog.folder)!r}: its PRNG key has the runs {several}. "
@@ -319,13 +329,9 @@ def choose_resumed(
     return list(chosen.items())[::-1]
 
 
-def _config(record: Record) -> Any:
-    """Return the config of a run, with what later attempts have changed."""
-    config = None
-    for entry in record.entries:
-        if entry.config is not None:
-            config = merged(config, entry.config) if entry.resumed is not None else entry.config
-    return config
+def _differ(records: list[Record]) -> bool:
+    """Tell whether runs have different configs."""
+    return len({repr(record.history()[0]) for record in records}) > 1
 
 
 def choose_names(catalog: Catalog, bases: Sequence[str], wanted: Sequence[str], mode: str) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from lox.store._group import WAY_OUT, Entry, Group
 from lox.store._prng_keys import words_of
 from lox.store._schema import RUN, WALL
 from lox.store._segment import DamagedRowsError, SegmentReader, open_file
-from lox.store._table import Activity, Run, RunTable, Where, differences, flat_config, merged
+from lox.store._table import Activity, Run, RunTable, Where, flat_config
 from lox.store.names import base_names
 
 _FEW = 1 / 64  # of the runs of a group are read one by one
@@ -151,12 +151,7 @@ class Reader:
     def _info(self, record: Record) -> Run:
         last, first = record.entries[-1], record.entries[0]
         opened = datetime.datetime.fromtimestamp(first.opened, datetime.UTC)
-        config, changes = first.config, []
-        for attempt, entry in enumerate(record.entries[1:], 1):
-            if entry.config is not None:
-                before, config = config, entry.config if entry.resumed is None else merged(config, entry.config)
-                if different := differences(before, config):
-                    changes.append((attempt, different))
+        config, changes = record.history()
         looks = (self._look_at, self._comparison)
         return Run(record.name, last.key_data, last.key_impl, config, opened, len(record.entries), changes, *looks)
 
