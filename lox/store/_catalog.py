@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lox import _errors
 from lox.store import _group, _index, names
-from lox.store._group import Entry, Group
+from lox.store._group import Entry, Group, Part
 from lox.store._index import Index
 from lox.store._table import differences, has_values, merged
 
@@ -32,10 +32,18 @@ class Record(NamedTuple):
     base: str
     entries: list[Entry]
 
+    def attempts(self) -> list[list[Entry]]:
+        """Return the entries of each attempt, one for each process that takes part."""
+        attempts: dict[Any, list[Entry]] = {}
+        for entry in self.entries:
+            attempts.setdefault(entry.attempt, []).append(entry)
+        return list(attempts.values())
+
     def history(self) -> tuple[Any, list[tuple[int, dict[str, tuple[Any, Any]]]]]:
         """Return the config, and the number of each attempt that changed it, with the values before and after."""
-        config, changes = self.entries[0].config, []
-        for attempt, entry in enumerate(self.entries[1:], 1):
+        first, *later = (entries[0] for entries in self.attempts())
+        config, changes = first.config, []
+        for attempt, entry in enumerate(later, 1):
             if entry.config is not None:
                 before, config = config, entry.config if entry.resumed is None else merged(config, entry.config)
                 if different := differences(before, config):
@@ -50,12 +58,17 @@ class Resolution:
         self.records: dict[str, Record] = {}
         self.attempts: dict[str, list[str]] = {}  # names, by base
         self.taken = names.Taken()
+        self.shared: dict[Any, Record] = {}  # by attempt: those of several processes
         self.last: Any = ()  # where the last entry stands in the order
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Add entries that come after all others."""
         for entry in sorted(entries, key=_place):
             self.last = _place(entry)
+            shared = self.shared.get(entry.attempt)
+            if shared is not None and self.records.get(shared.name) is shared:
+                shared.entries.append(entry)
+                continue
             attempts = self.attempts.setdefault(entry.base, [])
             if entry.mode == "overwrite":
                 if not entry.began:
@@ -65,11 +78,14 @@ class Resolution:
                     self.taken.names.discard(name)
                 attempts.clear()
             if entry.mode in ("append", "resume") and entry.name in attempts:
-                self.records[entry.name].entries.append(entry)
-                continue
-            name = self.taken.take(entry.name if entry.name not in self.taken.names else entry.title)
-            self.records[name] = Record(name, entry.base, [entry])
-            attempts.append(name)
+                name = entry.name
+                self.records[name].entries.append(entry)
+            else:
+                name = self.taken.take(entry.name if entry.name not in self.taken.names else entry.title)
+                self.records[name] = Record(name, entry.base, [entry])
+                attempts.append(name)
+            if entry.part is not None:
+                self.shared[entry.attempt] = self.records[name]
 
 
 def _place(entry: Entry) -> Any:
@@ -203,6 +219,10 @@ class Catalog:
             if overwritten.get(base, -1) < order and (self.folder / group).is_dir():
                 yield name
 
+    def shared(self, base: str, part: Part | None) -> Record | None:
+        """Return the run that another process of the same program has begun, and that this one takes part in."""
+        return None if part is None else self._resolution.shared.get((part.session, base, part.number))
+
     def dead_groups(self, bases: Iterable[str]) -> list[Group]:
         """Return the groups that had runs with these bases, and whose runs are all overwritten."""
         self.look_up(bases)
@@ -294,7 +314,27 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def choose_resumed(
+def choose(
+    catalog: Catalog,
+    bases: Sequence[str],
+    wanted: Sequence[str],
+    mode: str,
+    configs: Sequence[Any],
+    resumed: Sequence[Any] | None,
+    parts: Sequence[Part | None],
+) -> list[tuple[str, str]]:
+    """Choose the names and modes of runs that are opened now, unless other processes of the program have done so."""
+    begun = [catalog.shared(base, part) for base, part in zip(bases, parts, strict=True)]
+    rest = [n for n, record in enumerate(begun) if record is None]
+    pick = lambda values: [values[n] for n in rest]  # noqa: E731
+    if resumed is None:
+        chosen = iter(_choose_names(catalog, pick(bases), pick(wanted), mode))
+    else:
+        chosen = iter(_choose_resumed(catalog, pick(bases), pick(wanted), pick(configs), pick(resumed)))
+    return [next(chosen) if record is None else (record.name, "join") for record in begun]
+
+
+def _choose_resumed(
     catalog: Catalog, bases: Sequence[str], wanted: Sequence[str], configs: Sequence[Any], steps: Sequence[Any]
 ) -> list[tuple[str, str]]:
     """Choose the runs to resume: the newest that have these PRNG keys, and these names or configs if there are several.
@@ -334,7 +374,7 @@ def _differ(records: list[Record]) -> bool:
     return len({repr(record.history()[0]) for record in records}) > 1
 
 
-def choose_names(catalog: Catalog, bases: Sequence[str], wanted: Sequence[str], mode: str) -> list[tuple[str, str]]:
+def _choose_names(catalog: Catalog, bases: Sequence[str], wanted: Sequence[str], mode: str) -> list[tuple[str, str]]:
     """Choose the names and modes of runs that are opened now.
 
     Runs that are opened together are different runs, even if they have the same PRNG key.

@@ -58,6 +58,15 @@ _DEEPEST = 100  # levels of a config; beyond some more, neither JAX nor JSON can
 WAY_OUT = "Choose another directory, or make this one writable."
 
 
+class Part(NamedTuple):
+    """Which part of a run an entry is, if several processes of one program write it."""
+
+    session: str  # of the program: the same in all its processes, and in no other program
+    number: int  # how many runs with the same base the process has begun before
+    process: int
+    processes: int
+
+
 class Entry(NamedTuple):
     """A line of runs.jsonl: a run, or the continuation of one."""
 
@@ -75,6 +84,14 @@ class Entry(NamedTuple):
     # A step and its number, from which on what earlier attempts have is replaced.
     resumed: tuple[str, Any] | None = None
     began: bool = False  # for one that overwrites others: whether it does so already
+    part: Part | None = None
+
+    @property
+    def attempt(self) -> Any:
+        """What entries of the same attempt at the same run have in common."""
+        if self.part is None:
+            return self.group, self.number
+        return self.part.session, self.base, self.part.number
 
     def to_line(self) -> bytes:
         """Return one line of ASCII."""
@@ -94,6 +111,8 @@ class Entry(NamedTuple):
             line["resumed"] = list(self.resumed)
         if self.began:
             line["began"] = True
+        if self.part is not None:
+            line["part"] = self.part._asdict()
         try:
             json.dumps(self.config, allow_nan=False)
         except ValueError:
@@ -123,6 +142,7 @@ class Entry(NamedTuple):
                 _resumed(line.get("resumed")),
                 # In format 1 there was no waiting.
                 line.get("began") is True or "order" not in line,
+                Part(**line["part"]) if "part" in line else None,
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a run: {error}") from error

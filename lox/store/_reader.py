@@ -153,7 +153,7 @@ class Reader:
         opened = datetime.datetime.fromtimestamp(first.opened, datetime.UTC)
         config, changes = record.history()
         looks = (self._look_at, self._comparison)
-        return Run(record.name, last.key_data, last.key_impl, config, opened, len(record.entries), changes, *looks)
+        return Run(record.name, last.key_data, last.key_impl, config, opened, len(record.attempts()), changes, *looks)
 
     def _look_at(self, name: str) -> tuple[Activity, str]:
         """Return how many events a run has and when, and its state."""
@@ -168,8 +168,9 @@ class Reader:
             min((part.first for part in found), default=math.nan),
             max((part.last for part in found), default=math.nan),
         )
-        group = self._catalog.groups[entries[-1].group]
-        return whole, group.state(entries[-1].number, self._fates[group.id])
+        last = [(self._catalog.groups[e.group], e.number) for e in self._catalog.records[name].attempts()[-1]]
+        states = {group.state(number, self._fates[group.id]) for group, number in last}
+        return whole, next(state for state in ("running", "failed", "killed", "finished") if state in states)
 
     def _activity_in(self, group: Group) -> dict[int, Activity]:
         if group.id not in self._activity:
@@ -307,13 +308,15 @@ class Reader:
     def _chunks_of(self, record: Record, select: Select) -> Chunks:
         """Return the events of a run; of each step, those of the newest attempt that computed it."""
         chunks: Chunks = {}
-        for number, entry in enumerate(record.entries):
-            part = self._read(entry, select, timed=any(e.resumed for e in record.entries))
-            for later in record.entries[number + 1 :] if self._attempts == "newest" else ():
-                part = self._without_replaced(part, entry, later)
-            if self._attempts == "all":
-                part = _from_rows.with_step(part, "attempt", number)
-            _merge(chunks, part)
+        attempts = record.attempts()
+        for number, entries in enumerate(attempts):
+            for entry in entries:
+                part = self._read(entry, select, timed=any(e.resumed for e in record.entries))
+                for later, *_ in attempts[number + 1 :] if self._attempts == "newest" else ():
+                    part = self._without_replaced(part, entry, later)
+                if self._attempts == "all":
+                    part = _from_rows.with_step(part, "attempt", number)
+                _merge(chunks, part)
         return chunks
 
     def _read(self, entry: Entry, select: Select, timed: bool) -> Chunks:
@@ -338,19 +341,24 @@ class Reader:
         everything = lambda key: True  # noqa: E731
         for entry in entries:
             self._catalog.groups[entry.group].scan()
-        parts = [self._read(entry, everything, timed=True) for entry in entries]
+        attempts = self._catalog.records[name].attempts()
+        parts = [[self._read(entry, everything, timed=True) for entry in entries] for entries in attempts]
         found: list[tuple[Any, str]] = []
-        for n, later in enumerate(entries):
-            for m in range(n) if later.resumed is not None else ():
-                old = self._without_replaced(parts[m], entries[m], later, replaced=True)
-                for between in entries[m + 1 : n]:
-                    old = self._without_replaced(old, entries[m], between)
-                assert later.resumed is not None
-                step = later.resumed[0]
-                for key in old.keys() & parts[n].keys():
-                    at = _from_rows.first_difference(old[key], parts[n][key], step)
-                    if at is not None:
-                        found.append((at, f"differs from {step}={at} on ({key!r})"))
+        for n, (later, *_) in enumerate(attempts):
+            if later.resumed is None:
+                continue
+            step = later.resumed[0]
+            of_process = {_process(entry): part for entry, part in zip(attempts[n], parts[n], strict=True)}
+            for m in range(n):
+                for entry, old in zip(attempts[m], parts[m], strict=True):
+                    old = self._without_replaced(old, entry, later, replaced=True)
+                    for between, *_ in attempts[m + 1 : n]:
+                        old = self._without_replaced(old, entry, between)
+                    new = of_process.get(_process(entry), {})
+                    for key in old.keys() & new.keys():
+                        at = _from_rows.first_difference(old[key], new[key], step)
+                        if at is not None:
+                            found.append((at, f"differs from {step}={at} on ({key!r})"))
         return min(found)[1] if found else "resumed exactly"
 
     def _chunks_of_all(self, names: list[str], select: Select) -> dict[str, Chunks]:
@@ -472,6 +480,10 @@ class Reader:
             if text and text not in self._warned:
                 self._warned.add(text)
                 _sites.warn(text)
+
+
+def _process(entry: Entry) -> int:
+    return 0 if entry.part is None else entry.part.process
 
 
 def _merge(into: Chunks, chunks: Chunks) -> None:

@@ -1,5 +1,6 @@
 """`Writer`: writes everything that is logged through it to one group."""
 
+import collections
 import os
 import struct
 import threading
@@ -15,7 +16,7 @@ from lox._data import _sites
 from lox._data._bundle import Bundle
 from lox.store import _catalog, _group, _index, _open, names
 from lox.store._catalog import Catalog
-from lox.store._group import Entry
+from lox.store._group import Entry, Part
 from lox.store._record_batch import Batches
 from lox.store._schema import Schema
 from lox.store._segment import WAY_OUT, SegmentWriter
@@ -26,6 +27,9 @@ Array = np.ndarray[Any, Any]
 _MAX_OPEN = 64  # segments open at once, because each has a file descriptor
 _MAX_PENDING = 256 << 20  # bytes to keep while nothing can be written
 MOST_WAITING = _MAX_PENDING // 2  # bytes to collect
+
+
+_begun: dict[Any, collections.Counter[str]] = {}  # runs of this process, by directory and session
 
 
 class _Table:
@@ -102,6 +106,10 @@ class Writer:
     What the operating system refuses to write stays in memory, and every `append` that tries again and every `flush`
     raises a `StoreError`, until it succeeds. Segments that were written before stay readable.
 
+    Several processes of one program write to one run if they have the same `session`, a text that no other program has:
+    each gives its number as `process`, and how many `processes` there are. The n-th run that one of them begins with a
+    PRNG key or name is that of the others, too.
+
     With `write_once`, no file is ever appended to: what was collected becomes a segment of its own, and the list of
     runs is replaced by a longer one. For object stores, where an append would upload a file again.
 
@@ -118,13 +126,15 @@ class Writer:
         *,
         config: Any = None,
         process: int | None = None,
+        processes: int = 1,
+        session: str | None = None,
         buffer_bytes: int = 64 << 10,
         segment_bytes: int = 256 << 20,
         write_once: bool = False,
     ):
         self.path = Path(path).absolute()  # the working directory may change
         self.run_names: list[str] = []
-        self._process = process or 0
+        self._process, self._processes, self._session = process or 0, processes, session
         self._buffer_bytes, self._segment_bytes = min(buffer_bytes, MOST_WAITING), segment_bytes
         self._write_once, self._lines = write_once, b""
         _group.check_nesting(config, fields=True)
@@ -208,23 +218,24 @@ class Writer:
             raise _errors.OptionError(f"{len(bases)} runs need as many PRNG keys and configurations.")
         with self._lock, self._catalog.locked() as alone:
             self._check_open()
-            self._catalog.look_up(bases if mode != "new" or resumed else ())
-            if resumed is None:
-                chosen = _catalog.choose_names(self._catalog, bases, wanted, mode)
-            else:
-                chosen = _catalog.choose_resumed(self._catalog, bases, wanted, configs, resumed)
+            parts = self._parts(bases)
+            self._catalog.look_up(bases if mode != "new" or resumed or self._session else ())
+            chosen = _catalog.choose(self._catalog, bases, wanted, mode, configs, resumed, parts)
             order, opened = self._catalog.next_order(), self._tick()
             first, here = len(self.run_names), self.group.name
-            runs = zip(chosen, wanted, bases, words, configs, resumed or [None] * len(bases), strict=True)
+            runs = zip(chosen, wanted, bases, words, configs, resumed or [None] * len(bases), parts, strict=True)
             entries = [
                 Entry(
                     *(here, number, name, title, base, run_mode, order, opened, prng_key, impl, config),
-                    resumed=step if run_mode == "resume" else None,
+                    resumed=None if run_mode == "new" else step,
+                    part=part,
                 )
-                for number, ((name, run_mode), title, base, prng_key, config, step) in enumerate(runs, first)
+                for number, ((name, run_mode), title, base, prng_key, config, step, part) in enumerate(runs, first)
             ]
             self._overwriting |= {e.number: e.base for e in entries if e.mode == "overwrite"}
             self._catalog.written_to(here)
+            if self._session:
+                _begun[self.path, self._session, self._process].update(bases)
             self._write_lines(b"".join(entry.to_line() for entry in entries))
             opened_as = {e.number: e.name for e in entries}
             if not alone:  # another process may have chosen the same names at the same moment
@@ -235,6 +246,17 @@ class Writer:
                 self._catalog.update_index()
             self.run_names += [opened_as[e.number] for e in entries]
             return np.arange(first, first + len(bases), dtype=np.int32)
+
+    def _parts(self, bases: Sequence[str]) -> list[Part | None]:
+        """Return which parts of runs this process begins: the n-th with a base is that of the other processes, too."""
+        if not self._session:
+            return [None] * len(bases)
+        begun = _begun.setdefault((self.path, self._session, self._process), collections.Counter()).copy()
+        parts: list[Part | None] = []
+        for base in bases:
+            parts.append(Part(self._session, begun[base], self._process, self._processes))
+            begun[base] += 1
+        return parts
 
     def end_runs(self, runs: Iterable[int], failure: str | None = None) -> None:
         """Note that runs have ended before the writer is closed, or why they have failed."""
