@@ -139,6 +139,14 @@ def unbounded_loop(key: str, site: str) -> SpoolError:
     )
 
 
+def in_other_processes(keys: Iterable[str], shape: tuple[int, ...]) -> LogTypeError:
+    """Return the error for a value of which this process has only a part."""
+    return LogTypeError(
+        f"one of {listing(keys)} is an array of shape {shape} that is spread over several processes, each of which has "
+        "a part. Log what all of them have, such as a mean or a norm, or a `lox.Histogram`, computed inside of `jit`."
+    )
+
+
 def unreduced(key: str, site: str, axes: Iterable[str]) -> LogTypeError:
     """For a value that is sent to the host while each device holds one term of its sum."""
     logged_at = f"  logged at {site}\n" if site else ""

@@ -23,6 +23,7 @@ NAMES = {
     "jax._src.core.no_axis_name": "tells a vmap that has no axis name from one that has",
     "jax._src.core.trace_ctx": "every call asks it whether anything is being traced, and it is fast",
     "jax._src.dispatch.runtime_tokens": "gives every program a token of its own, and forgets failed ones",
+    "jax._src.distributed.global_state": "which process this is, without starting a backend, and their session",
     "jax._src.effects.lowerable_effects": "lets `jax.export` serialize functions that log",
     "jax._src.effects.ordered_effects": "keeps calls of the host in program order",
     "jax._src.effects.shardable_ordered_effects": "does so on several devices",

@@ -10,6 +10,7 @@ from lox._compat._lowering import *
 from lox._compat._modes import *
 from lox._compat._parameters import *
 from lox._compat._patches import *
+from lox._compat._processes import *
 from lox._compat._shards import *
 from lox._compat._traces import *
 from lox._compat._types import *

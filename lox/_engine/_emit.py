@@ -215,11 +215,14 @@ class Form:
 class Packet:
     """What one call brings to the host: bundles of NumPy arrays, the route to their runs, and a signal."""
 
-    __slots__ = ("arrays", "eager", "unpacker")
+    __slots__ = ("arrays", "eager", "one_of_several", "unpacker")
 
-    def __init__(self, unpacker: "Unpacker", arrays: list[np.ndarray], eager: bool = False):
+    def __init__(
+        self, unpacker: "Unpacker", arrays: list[np.ndarray], eager: bool = False, one_of_several: bool = False
+    ):
         self.unpacker, self.arrays = unpacker, arrays
         self.eager = eager  # whether a user waits for it
+        self.one_of_several = one_of_several  # whether it is from a program on several devices
 
     @property
     def signal(self) -> str | None:
@@ -367,9 +370,10 @@ def _host_call(deliver: Deliver, form: Form, ndims: Iterable[int], eager: bool =
         if unpacker.is_empty(operands):
             return (token,)
         # Copied, as the runtime reuses its buffers after the call and the callback may keep its arrays.
-        packet = Packet(unpacker, [np.array(x) for x in operands], eager)
+        number = int(token)
+        packet = Packet(unpacker, [np.array(x) for x in operands], eager, number < 0)
         with _delivering:
-            new = deliver(packet, int(token))
+            new = deliver(packet, number)
         if form.results:
             lanes = form.lanes(operands)
             return token, *[np.asarray(x, d).reshape(lanes) for x, d in zip(new, form.results, strict=True)]
@@ -385,10 +389,20 @@ def _impl(token: Any, *operands: Any, deliver: Deliver, form: Form, **params: An
         # The token first: once it is there, earlier packets have arrived, and no computation is running that the
         # conversions could deadlock with.
         order = np.asarray(token)
-        arrays = [np.asarray(_arrays.as_array(x)) for x in operands]
+        arrays = [_on_host(x, form) for x in operands]
     new, *results = _host_call(deliver, form, [x.ndim for x in arrays], eager=True)(order, *arrays)
     with _compat.own_transfers():
         return [token if new is order else jnp.asarray(new), *map(jnp.asarray, results)]
+
+
+def _on_host(x: Any, form: Form) -> np.ndarray:
+    """Convert an operand outside of programs, from what this process has of it."""
+    if not _compat.is_global(x):
+        return np.asarray(_arrays.as_array(x))
+    own = _compat.own_copy(x)
+    if own is None:
+        raise _errors.in_other_processes([key for keys, _ in form.origin or () for key in keys], x.shape)
+    return own
 
 
 def _lower(ctx: Any, *operands: Any, deliver: Deliver, form: Form, conditional: bool, ordered: bool) -> Any:

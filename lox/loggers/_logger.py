@@ -58,10 +58,13 @@ class Logger:
     Attributes:
         queue_size: The number of host calls whose events may wait to be written; beyond it, the program waits.
         queue_bytes: The total size of these events in bytes; beyond it, the program waits.
+        process: Which process of a program with several (`jax.distributed`) writes: 0, the first, or `"all"`.
     """
 
     queue_size: int = 1024
     queue_bytes: int = 64 << 20
+    process: int | str = 0
+    _joins_processes: bool = False  # whether all processes write to one run, each what it alone has
     _keeps_prng_keys: bool = False  # in the logs it writes; other loggers get arrays of words
     _pipeline: Pipeline
 

@@ -114,9 +114,22 @@ class Pipeline:
         """Make a run that is not open yet."""
         return Run(next(_numbers), words, config, impl, name)
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether another process of the program does all the writing."""
+        return not (self._writes_all or self.logger._joins_processes)
+
+    @property
+    def _writes_all(self) -> bool:
+        """Whether this process writes even what all processes have."""
+        return self.logger.process == "all" or _compat.this_process().number == self.logger.process
+
     def open(self, runs: list[Run], eager: bool) -> None:
         """Open runs. Errors reach a user who waits for it (`eager`), but never a compiled program."""
         self._register()
+        if self._is_idle:
+            self.runs.update({run.id: run for run in runs})
+            return
         found, missing = self._find([run for run in runs if run.resumed is not None])
         if missing and eager:
             raise next(iter(missing.values()))
@@ -185,6 +198,8 @@ class Pipeline:
 
     def receive(self, packet: Packet) -> None:
         """Queue a packet: events, or the end of runs."""
+        if packet.signal != END and not self._writes_all and not (packet.one_of_several and not self._is_idle):
+            return  # another process writes it
         self.enqueue(Job(packet))
 
     def enqueue(self, job: Job) -> None:
@@ -234,8 +249,9 @@ class Pipeline:
             elif number not in self.broken | self.ended:
                 self.ended.add(number)
                 run = self.runs[number]
-                with self.isolated(f"finishing run {run.name!r}"):
-                    self.logger.finish(run)
+                if not self._is_idle:
+                    with self.isolated(f"finishing run {run.name!r}"):
+                        self.logger.finish(run)
 
     def _write_all(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -327,7 +343,8 @@ class Pipeline:
             self._drain()  # events that other threads have sent meanwhile
             if self._writer is not None:
                 self._writer.stop()
-            for run in [run for run in self.runs.values() if run.id not in self.broken | self.ended]:
+            open_runs = [run for run in self.runs.values() if run.id not in self.broken | self.ended]
+            for run in [] if self._is_idle else open_runs:
                 run.failure = failure
                 with self.isolated(f"finishing run {run.name!r}", quietly=True):
                     self.logger.finish(run)

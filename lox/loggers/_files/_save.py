@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lox import _errors
+from lox import _compat, _errors
 from lox.loggers._batch import Batch
 from lox.loggers._files._plain import folder, is_missing
 from lox.loggers._logger import Logger
@@ -60,6 +60,7 @@ class SaveLogger(Logger):
     """
 
     _keeps_prng_keys = True
+    _joins_processes = True
 
     def __init__(
         self,
@@ -83,7 +84,10 @@ class SaveLogger(Logger):
     def open_lanes(self, runs: list[Run]) -> None:
         """Begin runs; the first one creates the directory."""
         if self._writer is None:
-            self._writer = Writer(self.path, **self._options)
+            number, processes, session = _compat.this_process()
+            if self.process == "all":
+                session = None  # a run for each
+            self._writer = Writer(self.path, process=number, processes=processes, session=session, **self._options)
             self._writer._warn = self._pipeline.errors.warn
             # After the writer has registered itself, so that readers and the exit wait for the logger first.
             _open.register(self.path, self._pipeline.catch_up, self.close)
