@@ -75,6 +75,22 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
     return [operands[0]]
 
 
+def is_called_once(ctx: Any) -> bool:
+    """Whether a host call in this program on several devices comes from the first of them only."""
+    axis_context = ctx.module_context.axis_context
+    return not isinstance(axis_context, SPMDAxisContext) and getattr(axis_context, "num_devices", 1) > 1
+
+
+def lower_on_all_devices(ctx: Any, fun: Any, operands: Any) -> Any:
+    """Lower a function such that every device runs it, on whole arrays."""
+    mesh = jax.sharding.AbstractMesh(
+        (ctx.module_context.axis_context.num_devices,), ("lox",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    spec = jax.sharding.PartitionSpec()
+    everywhere = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return mlir.lower_fun(everywhere, multiple_results=True)(ctx, *operands)
+
+
 def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any) -> Any:
     """`lower_callback` for any dtype: numbers of less than 8 bits are sent in a wider dtype.
 

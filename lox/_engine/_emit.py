@@ -55,6 +55,7 @@ def emit(
     at_once: Iterable[str] = (),
     dropped: dict[str, Any] | None = None,
     conditional: bool = False,
+    everywhere: bool = False,
 ) -> Any:
     """Hand events to `deliver` on the host, in one call; returns the token for the next one.
 
@@ -67,6 +68,7 @@ def emit(
         at_once: Keys whose events must not wait for others.
         dropped: How many events of each key did not fit.
         conditional: Whether the device checks if any event is valid, and calls the host only then.
+        everywhere: Whether all devices call, and so all processes.
     """
     bundles = list(bundles)
     for bundle in bundles:
@@ -75,7 +77,8 @@ def emit(
     operands, treedef = jax.tree.flatten(content)
     operands = [jax.random.key_data(x) if _arrays.is_prng_key(x.dtype) else x for x in operands]
     form = Form(treedef, signal, frozenset(at_once), tuple([(b.keys, str(b.site)) for b in bundles]))
-    return _bind(token, operands, deliver, form, conditional, getattr(deliver, "ordered", False))[0]
+    ordered = getattr(deliver, "ordered", False)
+    return _bind(token, operands, deliver, form, ordered, conditional=conditional, everywhere=everywhere)[0]
 
 
 def ask(deliver: Deliver, values: Sequence[Any], results: Sequence[Any] = ()) -> list[Any]:
@@ -91,16 +94,16 @@ def ask(deliver: Deliver, values: Sequence[Any], results: Sequence[Any] = ()) ->
     bundle = Bundle([Laned(x) for x in values], {}, None, ("",), (jax.tree.structure([0] * len(values)),), True, Site())
     operands, treedef = jax.tree.flatten(Content([bundle], None, {}))
     form = Form(treedef, None, frozenset(), None, tuple(map(np.dtype, results)))
-    return _bind(None, operands, deliver, form, False, True)[1:]
+    return _bind(None, operands, deliver, form, True, conditional=False, everywhere=False)[1:]
 
 
-def _bind(token: Any, operands: list[Any], deliver: Deliver, form: "Form", conditional: bool, ordered: bool) -> Any:
+def _bind(token: Any, operands: list[Any], deliver: Deliver, form: "Form", ordered: bool, **params: Any) -> Any:
     if _compat.is_evaluating():
         # Outside of programs NumPy arrays stay as they are: JAX would convert int64 to int32.
         return _impl(np.int32(0) if token is None else token, *operands, deliver=deliver, form=form)
     token = new_token() if token is None else token
     ordered = ordered and not _compat.is_without_order()
-    return emit_p.bind(token, *operands, deliver=deliver, form=form, conditional=conditional, ordered=ordered)
+    return emit_p.bind(token, *operands, deliver=deliver, form=form, ordered=ordered, **params)
 
 
 def once(emit: Callable[[list[str], Any], Any], parts: dict[str, Any], alike: frozenset[Any], token: Any) -> Any:
@@ -405,9 +408,14 @@ def _on_host(x: Any, form: Form) -> np.ndarray:
     return own
 
 
-def _lower(ctx: Any, *operands: Any, deliver: Deliver, form: Form, conditional: bool, ordered: bool) -> Any:
+def _lower(
+    ctx: Any, *operands: Any, deliver: Deliver, form: Form, conditional: bool, ordered: bool, everywhere: bool
+) -> Any:
+    params: dict[str, Any] = dict(deliver=deliver, form=form, ordered=ordered, everywhere=False)
+    if everywhere and _compat.is_called_once(ctx):
+        bind = lambda *xs: emit_p.bind(*xs, conditional=conditional, **params)  # noqa: E731
+        return _compat.lower_on_all_devices(ctx, bind, operands)
     if conditional:
-        params: dict[str, Any] = dict(deliver=deliver, form=form, ordered=ordered)
         return mlir.lower_fun(_emit_if_valid, multiple_results=True)(ctx, *operands, **params)
     call = _host_call(deliver, form, [len(a.shape) for a in ctx.avals_in[1:]])
 
