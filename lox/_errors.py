@@ -50,7 +50,7 @@ class NonFiniteError(LoxError, FloatingPointError):
     Attributes:
         key: The key of the value.
         path: The tree path of the array, if the value is a pytree.
-        value: The array.
+        value: The array; None if only another process of the program knows.
         steps: The steps it was logged with.
         lane: The index in each surrounding vmap, outermost first; empty if there is none.
         site: The line that logged it.
@@ -61,6 +61,8 @@ class NonFiniteError(LoxError, FloatingPointError):
         self.key, self.path, self.value, self.steps, self.lane, self.site = key, path, value, steps, lane, site
 
     def __str__(self) -> str:
+        if self.value is None:
+            return "a logged value is NaN or infinite in another process of this program, which says what and where."
         wide = np.asarray(self.value).astype(np.complex128)
         nan, infinite = np.isnan(wide), np.isinf(wide)
         if wide.shape:

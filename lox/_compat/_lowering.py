@@ -28,12 +28,12 @@ def mark_program(ctx: Any, mark: LogMark) -> None:
         ctx.module_context.add_keepalive(mark)
 
 
-def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
+def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False) -> Any:
     """Emit a host call of `callback(token, *arrays)`, which returns the next token, and results if there are any.
 
     Not `jax.debug.callback`, which is twenty times slower and starts a computation inside the callback, which may
     deadlock: this passes NumPy arrays. On several devices the callback gets `~token`, a negative number, and the token
-    does not wait for it.
+    does not wait for it, unless it `waits`, inside of shard_map.
     """
     axis_context = ctx.module_context.axis_context
     if len(ctx.avals_out) > 1 or getattr(axis_context, "num_devices", None) == 1:
@@ -66,6 +66,13 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any) -> Any:
                 return [arrays[0]]
 
             return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)
+        if waits:
+
+            def call_and_wait(*arrays: Any) -> list[Any]:
+                token = jax.ShapeDtypeStruct((), np.int32)
+                return [io_callback(lambda *a: np.int32(callback(*map(np.asarray, a))[0]), token, *arrays)]
+
+            return mlir.lower_fun(call_and_wait, multiple_results=True)(ctx, *operands)
         kind = "MANUAL"
     else:
         kind = "MAXIMAL"  # the whole array, on the first device
@@ -91,7 +98,7 @@ def lower_on_all_devices(ctx: Any, fun: Any, operands: Any) -> Any:
     return mlir.lower_fun(everywhere, multiple_results=True)(ctx, *operands)
 
 
-def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any) -> Any:
+def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, waits: bool = False) -> Any:
     """`lower_callback` for any dtype: numbers of less than 8 bits are sent in a wider dtype.
 
     XLA packs several of them into a byte, but JAX 0.7 reads the bytes with NumPy, which does not.
@@ -99,7 +106,7 @@ def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any) -> Any:
     dtypes = [a.dtype for a in ctx.avals_in]
     wide = [_in_whole_bytes(d) for d in dtypes]
     if wide == dtypes:
-        return lower_callback(ctx, callback, *operands)
+        return lower_callback(ctx, callback, *operands, waits=waits)
 
     def narrowing(*arrays: Any) -> Any:
         return callback(*[x.astype(d) for x, d in zip(arrays, dtypes, strict=True)])
@@ -110,7 +117,8 @@ def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any) -> Any:
     avals = [a.update(dtype=np.dtype(d)) for a, d in zip(ctx.avals_in, wide, strict=True)]
     widened = mlir.lower_fun(widen, multiple_results=True)(ctx.replace(avals_out=avals), *operands)
     inner = ctx.replace(avals_in=avals)
-    outs = lower_callback(inner, narrowing, *[x for xs in widened for x in (xs if isinstance(xs, list) else [xs])])
+    wide_operands = [x for xs in widened for x in (xs if isinstance(xs, list) else [xs])]
+    outs = lower_callback(inner, narrowing, *wide_operands, waits=waits)
     if inner.tokens_out is not None:
         ctx.set_tokens_out(inner.tokens_out)
     return outs

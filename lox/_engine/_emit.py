@@ -68,7 +68,7 @@ def emit(
         at_once: Keys whose events must not wait for others.
         dropped: How many events of each key did not fit.
         conditional: Whether the device checks if any event is valid, and calls the host only then.
-        everywhere: Whether all devices call, and so all processes.
+        everywhere: Whether all devices call, and so all processes; the token that is returned waits for the calls.
     """
     bundles = list(bundles)
     for bundle in bundles:
@@ -151,6 +151,8 @@ def _abstract_eval(token: Any, *avals: Any, form: "Form", ordered: bool, **param
 BEGIN = "begin"  # signal: begin with an empty buffer, whose number becomes the token
 FLUSH = "flush"  # signal: deliver what is buffered
 END = "end"  # signal: end the runs of the route
+HOLD = "hold"  # signal: keep the event until the end of the program
+RELEASE = "release"  # signal: the end of the program, and whether an event was kept anywhere
 
 
 class Content(NamedTuple):
@@ -411,7 +413,7 @@ def _on_host(x: Any, form: Form) -> np.ndarray:
 def _lower(
     ctx: Any, *operands: Any, deliver: Deliver, form: Form, conditional: bool, ordered: bool, everywhere: bool
 ) -> Any:
-    params: dict[str, Any] = dict(deliver=deliver, form=form, ordered=ordered, everywhere=False)
+    params: dict[str, Any] = dict(deliver=deliver, form=form, ordered=ordered, everywhere=everywhere)
     if everywhere and _compat.is_called_once(ctx):
         bind = lambda *xs: emit_p.bind(*xs, conditional=conditional, **params)  # noqa: E731
         return _compat.lower_on_all_devices(ctx, bind, operands)
@@ -425,7 +427,7 @@ def _lower(
         except BaseException as error:
             raise CallbackError(error) from error
 
-    return _compat.lower_in_whole_bytes(ctx, numbered, operands)
+    return _compat.lower_in_whole_bytes(ctx, numbered, operands, waits=everywhere)
 
 
 def _emit_if_valid(token: Any, *operands: Any, **params: Any) -> list[Any]:

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lox import _errors
+from lox import _compat, _errors
 from lox._data import _lanes
+from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Laned, pick
+from lox._data._logdict import SINGLE
 from lox._engine import _emit
-from lox._engine._emit import Deliver, Packet
+from lox._engine._emit import HOLD, RELEASE, Deliver, Packet
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Keep
 from lox._engine._primitive import bind
@@ -30,16 +32,42 @@ from lox._transforms._tap import run
 
 
 class Report(HostFunction):
-    """Describes the failed event to the callback."""
+    """Describes the failed event to the callback.
+
+    If several processes run the program, an error in one of them would let the others wait for it forever. So the event
+    is kept, in all of them, until the program ends: then they are told at the same moment, and none is waited for.
+    """
 
     ordered = False
 
+    def __init__(self, callback: Callable[[NonFiniteError], Any]):
+        super().__init__(callback)
+        self._kept: dict[int, NonFiniteError | None] = {}  # by program; None once the callback was called
+
     def __call__(self, packet: Packet, token: int = 0) -> None:
-        """Take the event."""
-        del token
+        """Take the event, or the end of the program."""
+        if packet.signal == RELEASE:
+            (flag,) = packet.content().bundles[0].values
+            if flag.tree.any():
+                unknown = NonFiniteError("", "", None, {}, (), "")
+                error = self._kept.pop(token, unknown)
+                self._kept[token] = None  # every device calls
+                if error is not None:
+                    self.callback(error)
+            return
+        error = self._error(packet)
+        if packet.signal != HOLD:
+            assert error is not None
+            self.callback(error)
+        elif error is not None and self._kept.get(token) is None:
+            self._kept[token] = error
+
+    def _error(self, packet: Packet) -> NonFiniteError | None:
         (event,) = packet.content().bundles
         event = event.even()
         assert event.valid is not None  # which says where it failed
+        if not event.valid.tree.any():
+            return None
         failed = iter(np.argwhere(event.valid.tree)[0])
         lane = tuple(int(next(failed)) if flag else 0 for flag in event.valid.flags)  # the first, outermost vmap first
         named = lane if any(event.valid.flags) else ()
@@ -49,9 +77,8 @@ class Report(HostFunction):
                 # As complex numbers, which all of them fit into.
                 if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x.astype(np.complex128)).all():
                     steps = {name: pick(step, lane).item() for name, step in event.steps.items()}
-                    leaf_name = jax.tree_util.keystr(tree_path)
-                    self.callback(NonFiniteError(key, leaf_name, x, steps, named, str(event.site)))
-                    return
+                    return NonFiniteError(key, jax.tree_util.keystr(tree_path), x, steps, named, str(event.site))
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +87,7 @@ class Watch(Handler):
 
     selection: Selection
     deliver: Deliver
+    keeps: bool  # what has failed until the end, because there are several processes
 
     waits: ClassVar[bool] = True
 
@@ -94,7 +122,9 @@ class Watch(Handler):
             failed_event = named.bundle(selected)
 
             def report(_: Any, token: Any) -> Any:
-                return _emit.emit(self.deliver, [failed_event], token, conditional=True)
+                signal = HOLD if self.keeps else None
+                events = [failed_event]
+                return _emit.emit(self.deliver, events, token, None, signal, conditional=True, everywhere=self.keeps)
 
             parts = {"": failed_event}
             token = _emit.once(report, parts, frame.alike, frame.state["token"])
@@ -117,7 +147,13 @@ class Watch(Handler):
 
     def finish(self, frame: Frame) -> Any:
         """Return the last token."""
-        return frame.state["token"]
+        token, failed = frame.state["token"], frame.state["failed"]
+        if not self.keeps:
+            return token
+        if axes := _compat.varying_over([failed.tree]):
+            failed = failed.map(lambda flag: jax.lax.pmax(flag.astype(jnp.int32), tuple(sorted(axes))) > 0)
+        flag = Bundle([failed], {}, None, ("",), (SINGLE,), True, Site(""))
+        return _emit.emit(self.deliver, [flag], token, signal=RELEASE, everywhere=True)
 
 
 def _not_finite(x: Laned) -> Laned:
@@ -172,7 +208,8 @@ def watch(
     @functools.wraps(fun)
     def watched(*args: P.args, **kwargs: P.kwargs) -> R:
         connection = connect(report)
-        return run(Watch(selection, connection.deliver), fun, args, kwargs, connection, {})
+        several = _compat.this_process().processes > 1
+        return run(Watch(selection, connection.deliver, several), fun, args, kwargs, connection, {})
 
     return watched
 
