@@ -69,8 +69,11 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False)
         if waits:
 
             def call_and_wait(*arrays: Any) -> list[Any]:
-                token = jax.ShapeDtypeStruct((), np.int32)
-                return [io_callback(lambda *a: np.int32(callback(*map(np.asarray, a))[0]), token, *arrays)]
+                return [io_callback(in_time, jax.ShapeDtypeStruct((), np.int32), *arrays)]
+
+            def in_time(token: Any, *arrays: Any) -> Any:
+                callback(np.invert(np.asarray(token)), *map(np.asarray, arrays))
+                return np.asarray(token)
 
             return mlir.lower_fun(call_and_wait, multiple_results=True)(ctx, *operands)
         kind = "MANUAL"
@@ -80,6 +83,11 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False)
     _call_in_order(inner, unordered, operands, kind)
     ctx.set_tokens_out(inner.tokens_out or ctx.tokens_in)
     return [operands[0]]
+
+
+def is_on_one_device(ctx: Any) -> bool:
+    """Whether the program runs on one device."""
+    return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
 
 
 def is_called_once(ctx: Any) -> bool:

@@ -151,8 +151,7 @@ def _abstract_eval(token: Any, *avals: Any, form: "Form", ordered: bool, **param
 BEGIN = "begin"  # signal: begin with an empty buffer, whose number becomes the token
 FLUSH = "flush"  # signal: deliver what is buffered
 END = "end"  # signal: end the runs of the route
-HOLD = "hold"  # signal: keep the event until the end of the program
-RELEASE = "release"  # signal: the end of the program, and whether an event was kept anywhere
+RELEASE = "release"  # signal: the end of a program on several devices, and whether something was kept until then
 
 
 class Content(NamedTuple):
@@ -413,6 +412,8 @@ def _on_host(x: Any, form: Form) -> np.ndarray:
 def _lower(
     ctx: Any, *operands: Any, deliver: Deliver, form: Form, conditional: bool, ordered: bool, everywhere: bool
 ) -> Any:
+    if form.signal == RELEASE and _compat.is_on_one_device(ctx):
+        return [operands[0]]
     params: dict[str, Any] = dict(deliver=deliver, form=form, ordered=ordered, everywhere=everywhere)
     if everywhere and _compat.is_called_once(ctx):
         bind = lambda *xs: emit_p.bind(*xs, conditional=conditional, **params)  # noqa: E731

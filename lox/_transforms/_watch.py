@@ -19,7 +19,7 @@ from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Laned, pick
 from lox._data._logdict import SINGLE
 from lox._engine import _emit
-from lox._engine._emit import HOLD, RELEASE, Deliver, Packet
+from lox._engine._emit import RELEASE, Deliver, Packet
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Keep
 from lox._engine._primitive import bind
@@ -34,8 +34,9 @@ from lox._transforms._tap import run
 class Report(HostFunction):
     """Describes the failed event to the callback.
 
-    If several processes run the program, an error in one of them would let the others wait for it forever. So the event
-    is kept, in all of them, until the program ends: then they are told at the same moment, and none is waited for.
+    If the program runs on several devices, and perhaps in several processes, an error on one of them would let the
+    others wait for it forever. So the event is kept, in every process, until the program ends: then all are told at the
+    same moment, and none is waited for.
     """
 
     ordered = False
@@ -56,10 +57,11 @@ class Report(HostFunction):
                     self.callback(error)
             return
         error = self._error(packet)
-        if packet.signal != HOLD:
-            assert error is not None
+        if error is None:
+            return
+        if not packet.one_of_several:
             self.callback(error)
-        elif error is not None and self._kept.get(token) is None:
+        elif self._kept.get(token) is None:
             self._kept[token] = error
 
     def _error(self, packet: Packet) -> NonFiniteError | None:
@@ -87,7 +89,6 @@ class Watch(Handler):
 
     selection: Selection
     deliver: Deliver
-    keeps: bool  # what has failed until the end, because there are several processes
 
     waits: ClassVar[bool] = True
 
@@ -122,9 +123,7 @@ class Watch(Handler):
             failed_event = named.bundle(selected)
 
             def report(_: Any, token: Any) -> Any:
-                signal = HOLD if self.keeps else None
-                events = [failed_event]
-                return _emit.emit(self.deliver, events, token, None, signal, conditional=True, everywhere=self.keeps)
+                return _emit.emit(self.deliver, [failed_event], token, conditional=True, everywhere=True)
 
             parts = {"": failed_event}
             token = _emit.once(report, parts, frame.alike, frame.state["token"])
@@ -148,8 +147,6 @@ class Watch(Handler):
     def finish(self, frame: Frame) -> Any:
         """Return the last token."""
         token, failed = frame.state["token"], frame.state["failed"]
-        if not self.keeps:
-            return token
         if axes := _compat.varying_over([failed.tree]):
             failed = failed.map(lambda flag: jax.lax.pmax(flag.astype(jnp.int32), tuple(sorted(axes))) > 0)
         flag = Bundle([failed], {}, None, ("",), (SINGLE,), True, Site(""))
@@ -208,8 +205,7 @@ def watch(
     @functools.wraps(fun)
     def watched(*args: P.args, **kwargs: P.kwargs) -> R:
         connection = connect(report)
-        several = _compat.this_process().processes > 1
-        return run(Watch(selection, connection.deliver, several), fun, args, kwargs, connection, {})
+        return run(Watch(selection, connection.deliver), fun, args, kwargs, connection, {})
 
     return watched
 

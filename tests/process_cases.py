@@ -1,0 +1,134 @@
+"""Programs for `test_processes`: `python process_cases.py CASE DIR PROCESS PROCESSES PORT`, on four devices in all."""
+
+import json
+import os
+import signal
+import sys
+
+case, directory, number, processes, port = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // processes}"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+
+if processes > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, number)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
+
+import lox  # noqa: E402
+
+MESH = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+KEYS = jax.vmap(jax.random.key)(jnp.array([7, 8]))
+
+
+def spread(x):
+    """An array over all devices of all processes."""
+    return jax.make_array_from_callback(
+        x.shape, NamedSharding(MESH, PartitionSpec("x")), lambda index: np.asarray(x)[index]
+    )
+
+
+XS = spread(np.arange(8.0, dtype=np.float32))
+
+
+def train(x, first=0, last=6):
+    def step(x, i):
+        lox.log({"mean": jnp.mean(x), "both": {"min": x.min(), "max": x.max()}}, step=i)
+        return x + 1, None
+
+    return jax.lax.scan(step, x + first, first + jnp.arange(last - first))[0]
+
+
+def plain(logs):
+    return {key: jax.tree.map(lambda x: np.asarray(x).tolist(), value) for key, value in logs.items()}
+
+
+seen = []
+
+
+def spool():
+    _, logs = jax.jit(lox.spool(train))(XS)
+    return plain(logs)
+
+
+def eager_spool():
+    _, logs = lox.spool(jax.jit(train))(XS)
+    return plain(logs)
+
+
+def tap():
+    jax.block_until_ready(lox.tap(jax.jit(train), lambda logs: seen.append(plain(logs)))(XS))
+    return seen
+
+
+def tap_inside():
+    jax.block_until_ready(jax.jit(lox.tap(train, lambda logs: seen.append(plain(logs))))(XS))
+    jax.effects_barrier()
+    return seen
+
+
+def tap_buffer():
+    jax.block_until_ready(jax.jit(lox.tap(train, lambda logs: seen.append(plain(logs)), buffer=4))(XS))
+    jax.effects_barrier()
+    return seen
+
+
+def watch():
+    told = []
+    for divisor in (1.0, 0.0, 2.0):
+        try:
+            jax.block_until_ready(lox.nolog(lox.watch(jax.jit(train)))(XS / divisor))
+        except lox.NonFiniteError as error:
+            told.append([error.key, error.steps, error.lane])
+    return told, float(jax.jit(jnp.sum)(XS))
+
+
+def write(logger, begin, first=0, last=6):
+    """Log in all ways to two runs."""
+    with logger:
+        states = jax.vmap(begin(logger))(KEYS)
+        for lane in range(2):
+            state = jax.tree.map(lambda x, lane=lane: x[lane], states)
+            jax.jit(lambda x, s=state: logger.tap(lambda x: train(x, first, last), s)(x))(XS + lane)
+            jax.jit(lambda x, s=state: logger.spool(lambda x: train(x, first, last), s, prefix="spool/")(x))(XS + lane)
+            mean = jax.jit(jnp.mean)(XS)
+            logger.log(state, {"mine": 1.0, "of all": mean, "numbers": np.arange(3)}, step=first)
+            _, logs = jax.jit(lox.spool(train))(XS)
+            logger.log(state, logs, prefix="later/")
+
+
+def save():
+    write(lox.SaveLogger(directory), lambda logger: logger.init)
+
+
+def resume():
+    write(lox.SaveLogger(directory), lambda logger: logger.init)
+    write(lox.SaveLogger(directory), lambda logger: lambda key: logger.resume(key, step=3), 3, 9)
+
+
+def jsonl():
+    write(lox.loggers.JsonlLogger(directory), lambda logger: logger.init)
+
+
+def killed():
+    logger = lox.SaveLogger(directory)
+    state = logger.init(KEYS[0])
+    logger.log(state, {"x": 1.0}, step=0)
+    logger.flush()
+    if number == processes - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    logger.log(state, {"x": 2.0}, step=1)
+    logger.close()
+    print(json.dumps("closed"), flush=True)
+    os._exit(0)  # without the others, JAX would wait for them
+
+
+result = globals()[case]()
+jax.effects_barrier()
+print(json.dumps(result), flush=True)
+if processes > 1:
+    jax.distributed.shutdown()

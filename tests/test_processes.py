@@ -1,0 +1,93 @@
+"""Several real processes: `jax.distributed` with gloo, on CPU devices."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lox
+
+pytestmark = pytest.mark.slow
+KEYS = jax.vmap(jax.random.key)(jnp.array([7, 8]))
+
+
+def run(case: str, path: Path, processes: int) -> list[Any]:
+    """Run a case in so many processes; return what each of them prints in the end, or minus its signal."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = Path(__file__).with_name("process_cases.py")
+    path.mkdir(exist_ok=True)
+    outputs = [open(path.with_name(f"{path.name}-{n}.txt"), "w+") for n in range(processes)]  # noqa: SIM115
+    command = [sys.executable, str(program), case, str(path)]
+    started = [
+        subprocess.Popen([*command, str(n), str(processes), str(port)], stdout=output, stderr=subprocess.STDOUT)
+        for n, output in enumerate(outputs)
+    ]
+    results = []
+    for process, output in zip(started, outputs, strict=True):
+        try:
+            code = process.wait(timeout=240)
+        finally:
+            process.kill()
+        output.seek(0)
+        lines = output.read().splitlines()
+        output.close()
+        said = [line for line in lines if line[:1] in '[{"n' and _is_json(line)]
+        results.append(json.loads(said[-1]) if code == 0 else code)
+        assert code <= 0, "\n".join(lines[-30:])
+    return results
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("case", ["spool", "eager_spool", "watch"])
+def test_every_process_sees_the_same(tmp_path: Path, case: str) -> None:
+    (expected,) = run(case, tmp_path / "one", 1)
+    assert run(case, tmp_path / "two", 2) == [expected, expected]
+
+
+@pytest.mark.parametrize("case", ["tap", "tap_inside", "tap_buffer"])
+def test_the_first_process_taps(tmp_path: Path, case: str) -> None:
+    (expected,) = run(case, tmp_path / "one", 1)
+    assert expected
+    assert run(case, tmp_path / "two", 2) == [expected, []]
+
+
+@pytest.mark.parametrize("case", ["save", "resume"])
+def test_one_run_on_disk(tmp_path: Path, case: str) -> None:
+    for processes, name in ((1, "one"), (2, "two")):
+        run(case, tmp_path / name, processes)
+    one, two = (
+        [(r.name, r.events, r.attempts, r.state, r.resumed) for r in lox.runs(tmp_path / n)] for n in ("one", "two")
+    )
+    assert one == two and len(one) == 2
+    expected, logs = (lox.load(tmp_path / name, KEYS) for name in ("one", "two"))
+    assert str(logs) == str(expected) and str(logs.steps) == str(expected.steps)
+    groups = [path for path in (tmp_path / "two").iterdir() if path.is_dir()]
+    assert len(groups) == 2 * len([path for path in (tmp_path / "one").iterdir() if path.is_dir()])
+
+
+def test_a_tracker_writes_in_the_first_process(tmp_path: Path) -> None:
+    for processes, name in ((1, "one"), (2, "two")):
+        run("jsonl", tmp_path / name, processes)
+    one, two = ({f.name: f.read_text() for f in (tmp_path / name).iterdir()} for name in ("one", "two"))
+    assert one == two and len(one) == 2
+
+
+def test_one_process_is_killed(tmp_path: Path) -> None:
+    assert run("killed", tmp_path / "two", 2) == ["closed", -9]
+    assert lox.load(tmp_path / "two", "7")["x"].tolist() == [1.0, 2.0]
+    assert lox.runs(tmp_path / "two")[0].state == "killed"
