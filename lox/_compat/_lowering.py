@@ -98,12 +98,13 @@ def is_called_once(ctx: Any) -> bool:
 
 def lower_on_all_devices(ctx: Any, fun: Any, operands: Any) -> Any:
     """Lower a function such that every device runs it, on whole arrays."""
-    mesh = jax.sharding.AbstractMesh(
-        (ctx.module_context.axis_context.num_devices,), ("lox",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        devices = ctx.module_context.axis_context.num_devices
+        mesh = jax.sharding.AbstractMesh((devices,), ("lox",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec()
-    everywhere = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return mlir.lower_fun(everywhere, multiple_results=True)(ctx, *operands)
+    on_each = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return mlir.lower_fun(lambda *arrays: on_each(*map(_whole, arrays)), multiple_results=True)(ctx, *operands)
 
 
 def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, waits: bool = False) -> Any:

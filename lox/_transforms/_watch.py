@@ -49,7 +49,7 @@ class Report(HostFunction):
         """Take the event, or the end of the program."""
         if packet.signal == RELEASE:
             (flag,) = packet.content().bundles[0].values
-            if flag.tree.any():
+            if packet.one_of_several and flag.tree.any():
                 unknown = NonFiniteError("", "", None, {}, (), "")
                 error = self._kept.pop(token, unknown)
                 self._kept[token] = None  # every device calls
