@@ -44,25 +44,34 @@ class Report(HostFunction):
     def __init__(self, callback: Callable[[NonFiniteError], Any]):
         super().__init__(callback)
         self._kept: dict[int, NonFiniteError | None] = {}  # by program; None once the callback was called
+        self._released: set[int] = set()  # programs that have ended on a device
 
     def __call__(self, packet: Packet, token: int = 0) -> None:
         """Take the event, or the end of the program."""
         if packet.signal == RELEASE:
             (flag,) = packet.content().bundles[0].values
             if packet.one_of_several and flag.tree.any():
-                unknown = NonFiniteError("", "", None, {}, (), "")
-                error = self._kept.pop(token, unknown)
-                self._kept[token] = None  # every device calls
-                if error is not None:
-                    self.callback(error)
+                self._release(token)
             return
         error = self._error(packet)
         if error is None:
             return
-        if not packet.one_of_several:
+        if not packet.one_of_several or token in self._released:
+            self._released.discard(token)
             self.callback(error)
         elif self._kept.get(token) is None:
             self._kept[token] = error
+
+    def _release(self, token: int) -> None:
+        """Call the callback once: every device gets here, perhaps before the one on which it failed."""
+        if token not in self._kept:
+            if _compat.this_process().processes == 1:
+                self._released.add(token)
+                return
+            self._kept[token] = NonFiniteError("", "", None, {}, (), "")  # of another process
+        error, self._kept[token] = self._kept[token], None
+        if error is not None:
+            self.callback(error)
 
     def _error(self, packet: Packet) -> NonFiniteError | None:
         (event,) = packet.content().bundles
