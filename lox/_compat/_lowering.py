@@ -14,7 +14,7 @@ from jax.interpreters.mlir import SPMDAxisContext
 
 from lox._compat._effects import order_effect
 from lox._compat._jaxprs import LogMark
-from lox._compat._types import aval_of, explicit_axes, explicit_beside_manual, is_first, is_prng_key
+from lox._compat._types import aval_of, explicit_axes, explicit_beside_manual, is_first, is_prng_key, vary_over
 
 
 def is_exporting(ctx: Any) -> bool:
@@ -68,14 +68,11 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False)
             return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)
         if waits:
 
-            def call_and_wait(*arrays: Any) -> list[Any]:
-                return [io_callback(in_time, jax.ShapeDtypeStruct((), np.int32), *arrays)]
-
             def in_time(token: Any, *arrays: Any) -> Any:
-                callback(np.invert(np.asarray(token)), *map(np.asarray, arrays))
-                return np.asarray(token)
+                callback(np.invert(token), *arrays)
+                return (np.array(token),)
 
-            return mlir.lower_fun(call_and_wait, multiple_results=True)(ctx, *operands)
+            return _call_in_order(ctx, in_time, operands, "MANUAL")
         kind = "MANUAL"
     else:
         kind = "MAXIMAL"  # the whole array, on the first device
@@ -105,6 +102,22 @@ def lower_on_all_devices(ctx: Any, fun: Any, operands: Any) -> Any:
     spec = jax.sharding.PartitionSpec()
     on_each = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return mlir.lower_fun(lambda *arrays: on_each(*map(_whole, arrays)), multiple_results=True)(ctx, *operands)
+
+
+def lower_agreement(ctx: Any, token: Any, failed: Any) -> Any:
+    """Inside of shard_map, tell all devices whether `failed` is positive on any, after the host calls of all of them.
+
+    Returns the token, and the number of the device where it is, else 0.
+    """
+    axes = tuple(n for n in ctx.module_context.axis_context.mesh.axis_names)
+
+    def agree(token: Any, failed: Any) -> list[Any]:
+        both = jax.numpy.stack([token, failed.max()])  # one value, so that no device gets ahead of a host call
+        token, any_failed = lax.pmax(vary_over(both, frozenset(axes)), axes)
+        return [token, jax.numpy.where(any_failed > 0, lax.axis_index(axes) + 1, jax.numpy.zeros_like(failed))]
+
+    outs = mlir.lower_fun(agree, multiple_results=True)(ctx.replace(avals_out=ctx.avals_in), token, failed)
+    return [x for xs in outs for x in (xs if isinstance(xs, list) else [xs])]
 
 
 def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, waits: bool = False) -> Any:

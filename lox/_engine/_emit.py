@@ -151,7 +151,7 @@ def _abstract_eval(token: Any, *avals: Any, form: "Form", ordered: bool, **param
 BEGIN = "begin"  # signal: begin with an empty buffer, whose number becomes the token
 FLUSH = "flush"  # signal: deliver what is buffered
 END = "end"  # signal: end the runs of the route
-RELEASE = "release"  # signal: the end of a program on several devices, and whether something was kept until then
+RELEASE = "release"  # signal: the end of a program on several devices, with a number for whether any has failed
 
 
 class Content(NamedTuple):
@@ -418,6 +418,8 @@ def _lower(
     if everywhere and _compat.is_called_once(ctx):
         bind = lambda *xs: emit_p.bind(*xs, conditional=conditional, **params)  # noqa: E731
         return _compat.lower_on_all_devices(ctx, bind, operands)
+    if form.signal == RELEASE:
+        operands = _compat.lower_agreement(ctx, *operands)
     if conditional:
         return mlir.lower_fun(_emit_if_valid, multiple_results=True)(ctx, *operands, **params)
     call = _host_call(deliver, form, [len(a.shape) for a in ctx.avals_in[1:]])

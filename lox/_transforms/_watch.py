@@ -6,6 +6,7 @@ called once, for the first that fails.
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -35,43 +36,50 @@ class Report(HostFunction):
     """Describes the failed event to the callback.
 
     If the program runs on several devices, and perhaps in several processes, an error on one of them would let the
-    others wait for it forever. So the event is kept, in every process, until the program ends: then all are told at the
-    same moment, and none is waited for.
+    others wait for it forever. So the event is kept until the program ends: then every process is told.
     """
 
     ordered = False
 
     def __init__(self, callback: Callable[[NonFiniteError], Any]):
         super().__init__(callback)
-        self._kept: dict[int, NonFiniteError | None] = {}  # by program; None once the callback was called
-        self._released: set[int] = set()  # programs that have ended on a device
+        self._lock = threading.Lock()  # several devices may call at once
+        self._kept: dict[int, NonFiniteError] = {}  # by program
+        self._ended: dict[int, set[int]] = {}  # the devices on which the failed program has ended
 
     def __call__(self, packet: Packet, token: int = 0) -> None:
         """Take the event, or the end of the program."""
+        program = min(token, ~token)
         if packet.signal == RELEASE:
             (flag,) = packet.content().bundles[0].values
-            if packet.one_of_several and flag.tree.any():
-                self._release(token)
+            if (device := int(flag.tree.max())) and (packet.eager or self._is_first(program, device)):
+                self._release(program)
+        elif (error := self._error(packet)) is None:
             return
-        error = self._error(packet)
-        if error is None:
-            return
-        if not packet.one_of_several or token in self._released:
-            self._released.discard(token)
+        elif packet.one_of_several:
+            with self._lock:
+                self._kept.setdefault(program, error)
+        else:
             self.callback(error)
-        elif self._kept.get(token) is None:
-            self._kept[token] = error
 
-    def _release(self, token: int) -> None:
-        """Call the callback once: every device gets here, perhaps before the one on which it failed."""
-        if token not in self._kept:
+    def _is_first(self, program: int, device: int) -> bool:
+        """Whether the failed program ends here first, of all devices of this process."""
+        with self._lock:
+            ended = self._ended.setdefault(program, set())
+            if device in ended:  # when the program ran before
+                ended.clear()
+            ended.add(device)
+            return len(ended) == 1
+
+    def _release(self, program: int) -> None:
+        """Call the callback. What any device had to keep was kept before."""
+        with self._lock:
+            error = self._kept.pop(program, None)
+        if error is None:
             if _compat.this_process().processes == 1:
-                self._released.add(token)
-                return
-            self._kept[token] = NonFiniteError("", "", None, {}, (), "")  # of another process
-        error, self._kept[token] = self._kept[token], None
-        if error is not None:
-            self.callback(error)
+                return  # it was told at once, by a program on one device
+            error = NonFiniteError("", "", None, {}, (), "")  # the other process knows more
+        self.callback(error)
 
     def _error(self, packet: Packet) -> NonFiniteError | None:
         (event,) = packet.content().bundles
@@ -131,11 +139,8 @@ class Watch(Handler):
             named = named.replace(valid=Laned(fails & ~failed, lanes.flags))
             failed_event = named.bundle(selected)
 
-            def report(_: Any, token: Any) -> Any:
-                return _emit.emit(self.deliver, [failed_event], token, conditional=True, everywhere=True)
-
-            parts = {"": failed_event}
-            token = _emit.once(report, parts, frame.alike, frame.state["token"])
+            token = frame.state["token"]
+            token = _emit.emit(self.deliver, [failed_event], token, conditional=True, everywhere=True)
             frame.state = {"token": token, "failed": Laned(failed | jnp.any(fails))}
         bind(event)
 
@@ -155,10 +160,10 @@ class Watch(Handler):
 
     def finish(self, frame: Frame) -> Any:
         """Return the last token."""
-        token, failed = frame.state["token"], frame.state["failed"]
-        if axes := _compat.varying_over([failed.tree]):
-            failed = failed.map(lambda flag: jax.lax.pmax(flag.astype(jnp.int32), tuple(sorted(axes))) > 0)
-        flag = Bundle([failed], {}, None, ("",), (SINGLE,), True, Site(""))
+        token, failed = frame.state["token"], jnp.any(frame.state["failed"].tree)
+        if not isinstance(failed, _compat.Tracer) and len(failed.sharding.device_set) == 1:
+            return token
+        flag = Bundle([Laned(failed.astype(jnp.int32))], {}, None, ("",), (SINGLE,), True, Site(""))
         return _emit.emit(self.deliver, [flag], token, signal=RELEASE, everywhere=True)
 
 
