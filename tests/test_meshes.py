@@ -428,6 +428,46 @@ def test_a_value_that_fails_on_all_devices_is_reported_once(kind: AxisType) -> N
     assert [e.key for e in errors] == ["total"]
 
 
+WATCHED = {
+    "sharded by the compiler": lambda f, mesh: f,
+    "on all devices": lambda f, mesh: jax.shard_map(f, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b")),
+    "on some axes": lambda f, mesh: jax.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"}),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("how", WATCHED)
+def test_watch_tells_once_in_every_execution(kind: AxisType, how: str) -> None:
+    """When all devices have got to the end: an error on one would let the others wait for it."""
+    if kind == AxisType.Explicit and how == "on some axes" and jax.__version_info__ < (0, 11):
+        pytest.skip("JAX before 0.11 has no host calls there")
+    mesh = mesh_of(kind, (2, 2), ("a", "b"))
+
+    def body(x: Any) -> Any:
+        return lax.scan(
+            lambda c, i: (lox.log({"c": jnp.log(2.5 - i.astype(np.float32)) + c.sum()}, step=i), (c, None))[1], x, STEPS
+        )[0]
+
+    with use(mesh), lox.testing.capture():
+        f, x = WATCHED[how](body, mesh), put(np.ones((4, 2), np.float32), mesh, "a", "b")
+        errors: list[Any] = []
+        told, raises = jax.jit(lox.nolog(lox.watch(f, errors.append))), jax.jit(lox.nolog(lox.watch(f)))
+        for _ in range(20):
+            jax.block_until_ready(told(x))
+        jax.effects_barrier()
+        assert [(e.key, e.steps) for e in errors] == [("c", {"step": 3})] * 20
+        for _ in range(2):
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"'c' is NaN at step=3\."):
+                jax.block_until_ready(raises(x))
+            with pytest.raises(lox.NonFiniteError, match=r"'c' is NaN at step=3\."):
+                lox.nolog(lox.watch(jax.jit(f)))(x)
+            with pytest.raises(lox.NonFiniteError, match=r"'c' is NaN at step=3\."):
+                lox.watch(f)(x)
+
+
+STEPS = np.arange(5, dtype=np.int32)
+
+
 @each_kind
 @pytest.mark.parametrize("first", ["scan", "cond"])
 def test_a_reduction_is_of_one_value_unless_devices_decide(kind: AxisType, first: str) -> None:

@@ -43,35 +43,36 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False)
         callback(np.invert(token), *arrays)
         return ()
 
+    def in_time(*arrays: Any) -> Any:
+        unordered(*map(np.asarray, arrays))
+        return [np.array(arrays[0])]
+
     if isinstance(axis_context, SPMDAxisContext):
         # Inside shard_map every device calls. If some mesh axes are left to the compiler, JAX has to gather first.
         rest = tuple(n for n in axis_context.mesh.axis_names if n not in axis_context.manual_axes)
         if rest:
+            in_order = waits and jax.__version_info__ >= (0, 10)  # JAX before it has no such calls in nested shard_maps
 
-            def call(*arrays: Any) -> list[Any]:
+            def call(*arrays: Any) -> Any:
+                if in_order:
+                    return io_callback(in_time, [jax.ShapeDtypeStruct((), np.int32)], *arrays)
                 jax.debug.callback(lambda *a: unordered(*map(np.asarray, a)), *arrays)
-                return []
+                return [arrays[0]]
 
-            def call_from_first(*arrays: Any) -> list[Any]:
-                return lax.cond(is_first(rest), call, lambda *arrays: [], *arrays)
+            def call_from_first(*arrays: Any) -> Any:
+                return lax.cond(is_first(rest), call, lambda *arrays: [arrays[0]], *arrays)
 
             def emit(*arrays: Any) -> Any:
-                if explicit_beside_manual():
-                    # JAX does not gather over explicit axes.
+                if in_order or explicit_beside_manual():
+                    # JAX does not gather over explicit axes, and has host calls with results only where all are manual.
                     whole = tuple(_whole(x) for x in arrays)
                     specs = (jax.sharding.PartitionSpec(),) * len(whole)
-                    jax.shard_map(call_from_first, in_specs=specs, out_specs=[], axis_names=set(rest))(*whole)
-                else:
-                    call(*arrays)
-                return [arrays[0]]
+                    on_each = jax.shard_map(call_from_first, in_specs=specs, out_specs=[specs[0]], axis_names=set(rest))
+                    return on_each(*whole)
+                return call(*arrays)
 
             return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)
         if waits:
-
-            def in_time(token: Any, *arrays: Any) -> Any:
-                callback(np.invert(token), *arrays)
-                return (np.array(token),)
-
             return _call_in_order(ctx, in_time, operands, "MANUAL")
         kind = "MANUAL"
     else:
@@ -109,7 +110,7 @@ def lower_agreement(ctx: Any, token: Any, failed: Any) -> Any:
 
     Returns the token, and the number of the device where it is, else 0.
     """
-    axes = tuple(n for n in ctx.module_context.axis_context.mesh.axis_names)
+    axes = tuple(ctx.module_context.axis_context.mesh.axis_names)
 
     def agree(token: Any, failed: Any) -> list[Any]:
         both = jax.numpy.stack([token, failed.max()])  # one value, so that no device gets ahead of a host call

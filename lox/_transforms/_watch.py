@@ -53,7 +53,7 @@ class Report(HostFunction):
         if packet.signal == RELEASE:
             (flag,) = packet.content().bundles[0].values
             if (device := int(flag.tree.max())) and (packet.eager or self._is_first(program, device)):
-                self._release(program)
+                self._release(program, packet.eager)
         elif (error := self._error(packet)) is None:
             return
         elif packet.one_of_several:
@@ -71,12 +71,12 @@ class Report(HostFunction):
             ended.add(device)
             return len(ended) == 1
 
-    def _release(self, program: int) -> None:
+    def _release(self, program: int, eager: bool) -> None:
         """Call the callback. What any device had to keep was kept before."""
         with self._lock:
             error = self._kept.pop(program, None)
         if error is None:
-            if _compat.this_process().processes == 1:
+            if eager and _compat.this_process().processes == 1:
                 return  # it was told at once, by a program on one device
             error = NonFiniteError("", "", None, {}, (), "")  # the other process knows more
         self.callback(error)
