@@ -145,7 +145,17 @@ def in_other_processes(keys: Iterable[str], shape: tuple[int, ...]) -> LogTypeEr
     """Return the error for a value of which this process has only a part."""
     return LogTypeError(
         f"one of {listing(keys)} is an array of shape {shape} that is spread over several processes, each of which has "
-        "a part. Log what all of them have, such as a mean or a norm, or a `lox.Histogram`, computed inside of `jit`."
+        "a part.\n"
+        "Either log what all of them have, such as a mean, a norm or a `lox.Histogram`, computed inside of `jit`,\n"
+        "or give it to a `lox.SaveLogger`, which writes the parts: `logger.log(state, logs)`."
+    )
+
+
+def keys_in_other_processes() -> LogTypeError:
+    """Return the error for runs that not all processes can begin."""
+    return LogTypeError(
+        "`init` got PRNG keys or a config that are spread over several processes, each of which has a part. Every "
+        "process begins all runs: give it arrays that all have, such as `jax.random.split(jax.random.key(0), 64)`."
     )
 
 

@@ -110,6 +110,50 @@ def resume():
     write(lox.SaveLogger(directory), lambda logger: lambda key: logger.resume(key, step=3), 3, 9)
 
 
+def grow(x):
+    return jax.lax.scan(lambda x, i: (lox.log({"x": x}, step=i), (x + 1, None))[1], x, jnp.arange(5))[0]
+
+
+def parts():
+    """Log arrays of which each process has a part: of values, events and runs."""
+    grid = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def over(x, *spec):
+        return jax.make_array_from_callback(x.shape, NamedSharding(grid, PartitionSpec(*spec)), lambda index: x[index])
+
+    numbers = np.arange(32.0, dtype=np.float32).reshape(4, 8)
+    with lox.SaveLogger(directory) as logger:
+        states = jax.vmap(logger.init)(jax.vmap(jax.random.key)(jnp.arange(4)))
+        state = jax.tree.map(lambda x: x[0], states)
+        for i in range(3):
+            values = {"w": over(numbers + i, "a", "b"), "mean": numbers.mean() + i, "plain": np.arange(3) + i}
+            logger.log(state, values, step=i)
+            columns = over(numbers.astype(jnp.bfloat16), None, "a")
+            tree = {"rows": over(numbers - i, "a"), "columns": columns, "i": np.int8(i)}
+            logger.log(state, {"tree": [tree, over(numbers, ("b", "a"))]})
+        logger.log(state, lox.logdict.from_arrays({"events": XS}, events=True), step=spread(np.arange(8)))
+        _, logs = jax.jit(lox.spool(grow))(XS)
+        logger.log(state, logs, prefix="spool/")
+        seeds = spread(np.arange(4.0, dtype=np.float32))
+        _, logs = jax.jit(jax.vmap(lox.spool(train)))(seeds[:, None] + jnp.arange(2.0))
+        jax.vmap(lambda state, logs: logger.log(state, logs, prefix="seeds/"))(states, logs)
+        keys = over(np.arange(4), "a")
+        logger.log(state, {"keys": jax.jit(jax.vmap(jax.random.key))(keys), "last": spread(np.arange(4))}, step=7)
+
+
+def parts_killed():
+    logger = lox.SaveLogger(directory)
+    state = logger.init(KEYS[0])
+    for i in range(5):
+        if number == 1 and i == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        logger.log(state, {"w": spread(np.arange(8.0) + i), "mean": i}, step=i)
+        logger.flush()
+    logger.close()
+    print(json.dumps("closed"), flush=True)
+    os._exit(0)  # without the others, JAX would wait for them
+
+
 def jsonl():
     write(lox.loggers.JsonlLogger(directory), lambda logger: logger.init)
 

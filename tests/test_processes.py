@@ -1,6 +1,7 @@
 """Several real processes: `jax.distributed` with gloo, on CPU devices."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import lox
@@ -78,6 +80,59 @@ def test_one_run_on_disk(tmp_path: Path, case: str) -> None:
     assert str(logs) == str(expected) and str(logs.steps) == str(expected.steps)
     groups = [path for path in (tmp_path / "two").iterdir() if path.is_dir()]
     assert len(groups) == 2 * len([path for path in (tmp_path / "one").iterdir() if path.is_dir()])
+
+
+def test_parts_of_arrays(tmp_path: Path) -> None:
+    for processes, name in ((1, "one"), (2, "two")):
+        run("parts", tmp_path / name, processes)
+    one, two = lox.runs(tmp_path / "one"), lox.runs(tmp_path / "two")
+    assert [r.name for r in one] == [r.name for r in two] == ["0", "1", "2", "3"]
+    for name in ("0", "1", "2", "3"):
+        expected, logs = lox.load(tmp_path / "one", name), lox.load(tmp_path / "two", name)
+        same(logs, expected)
+    keys = jax.vmap(jax.random.key)(jnp.arange(4))
+    both = [lox.load(tmp_path / name, keys) for name in ("one", "two")]
+    same(both[1], both[0])
+    polled = [lox.store.Reader(tmp_path / name).poll() for name in ("one", "two")]
+    for name in polled[0]:
+        same(polled[1][name], polled[0][name])
+    lox.store.compact(tmp_path / "two")
+    same(lox.load(tmp_path / "two", keys), both[0])
+
+
+def same(logs: Any, expected: Any) -> None:
+    assert sorted(logs) == sorted(expected)
+    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    for key in logs:
+        assert jax.tree.structure(logs[key]) == jax.tree.structure(expected[key]), key
+        for a, b in zip(jax.tree.leaves(logs[key]), jax.tree.leaves(expected[key]), strict=True):
+            a, b = np.asarray(data(a)), np.asarray(data(b))
+            assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes(), key
+    for name in {*logs.steps, *expected.steps}:
+        assert sorted(map(str, logs.steps[name].items())) == sorted(map(str, expected.steps[name].items()))
+
+
+def test_parts_of_a_process_that_is_killed_are_missing(tmp_path: Path) -> None:
+    assert run("parts_killed", tmp_path / "two", 2) == ["closed", -9]
+    reader = lox.store.Reader(tmp_path / "two")
+    assert reader.poll()["7"]["w"].shape == (3, 8)
+    assert not reader.poll()
+    with pytest.warns(
+        lox.LoxWarning, match=r"run '7': 2 of 5 events of 'w' are .* left out: process 1 has written 3\."
+    ):
+        logs = lox.load(tmp_path / "two", "7")
+    assert np.array_equal(logs["w"], np.arange(8) + np.arange(3)[:, None])
+    assert logs.step["w"].tolist() == [0, 1, 2]
+    assert logs["mean"].tolist() == [0, 1, 2, 3, 4]
+    (run_,) = lox.runs(tmp_path / "two")
+    assert run_.state == "killed" and run_.attempts == 1
+    for group in (tmp_path / "two").iterdir():
+        if group.is_dir() and '"process": 1' in (group / "runs.jsonl").read_text():
+            shutil.rmtree(group)
+    with pytest.warns(lox.LoxWarning, match=r"5 of 5 events of 'w' .*: process 1 has written nothing of it\."):
+        assert [*lox.load(tmp_path / "two", "7")] == ["mean"]
+    with pytest.warns(lox.LoxWarning, match=r"run '7': process 1 has written nothing here, of 2: what only they had"):
+        lox.load(tmp_path / "two", "7", argnames="mean")
 
 
 def test_a_tracker_writes_in_the_first_process(tmp_path: Path) -> None:

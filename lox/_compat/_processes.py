@@ -46,6 +46,26 @@ def is_global(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_fully_addressable
 
 
-def own_copy(x: Any) -> np.ndarray | None:
-    """Return the value of an array that every process has; None if this one has only a part of it."""
-    return np.asarray(x.addressable_data(0)) if x.is_fully_replicated else None
+def is_split(x: Any) -> bool:
+    """Tell whether this process has only a part of an array."""
+    return is_global(x) and not x.is_fully_replicated
+
+
+def own_copy(x: Any) -> Any:
+    """Return an array that every process has as one that does not reach beyond this process."""
+    return np.asarray(x.addressable_data(0)) if is_global(x) else x
+
+
+def own_parts(x: Any, alone: bool = True) -> list[tuple[tuple[tuple[int, int], ...], np.ndarray]]:
+    """Return parts of an array that this process has, and where each of them begins and ends along all axes.
+
+    With `alone`, each part is returned in one process only: what all have, in the first.
+    """
+    if not is_global(x):
+        here = not alone or this_process().number == 0
+        return [(tuple((0, size) for size in np.shape(x)), np.asarray(x))] if here else []
+    parts = {}
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0 or not alone:
+            parts[tuple(s.indices(n)[:2] for s, n in zip(shard.index, x.shape, strict=True))] = shard
+    return [(bounds, np.asarray(shard.data)) for bounds, shard in parts.items()]

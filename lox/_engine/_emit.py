@@ -260,6 +260,33 @@ class Packet:
             yield [np.asarray(pick(x, index)) for x in bundle.values] if valid else None
 
 
+class SplitPacket(Packet):
+    """Events of which this process has only parts, as arrays of JAX."""
+
+    __slots__ = ()
+
+    def content(self) -> Content:
+        """Raise, like everything that needs whole arrays; `split` returns what there is."""
+        shape = next(x.shape for x in self.arrays if _compat.is_split(x))
+        raise _errors.in_other_processes([key for keys, _ in self.unpacker.form.origin or () for key in keys], shape)
+
+    def logs(self) -> logdict:
+        """Raise."""
+        self.content()
+        return logdict()
+
+    def split(self) -> Content:
+        """The events, with arrays that reach beyond this process."""
+        return super().content()
+
+
+def packet_of(content: Content) -> Packet:
+    """A packet with NumPy arrays, as if it had come from a program."""
+    arrays, treedef = jax.tree.flatten(content)
+    form = Form(treedef, None, frozenset(), None)
+    return Packet(unpacker_of(form, tuple([x.ndim for x in arrays])), arrays, eager=True)
+
+
 @dataclasses.dataclass
 class _Part:
     """Where the arrays of a bundle are among those of a packet."""
@@ -392,21 +419,16 @@ def _impl(token: Any, *operands: Any, deliver: Deliver, form: Form, **params: An
     with _compat.own_transfers():
         # The token first: once it is there, earlier packets have arrived, and no computation is running that the
         # conversions could deadlock with.
-        order = np.asarray(token)
-        arrays = [_on_host(x, form) for x in operands]
+        order = np.asarray(_compat.own_copy(token))
+        if any(map(_compat.is_split, operands)):
+            if form.results:
+                raise _errors.keys_in_other_processes()
+            deliver(SplitPacket(unpacker_of(form, tuple(map(np.ndim, operands))), [*operands], eager=True), int(order))
+            return [token]
+        arrays = [np.asarray(_arrays.as_array(_compat.own_copy(x))) for x in operands]
     new, *results = _host_call(deliver, form, [x.ndim for x in arrays], eager=True)(order, *arrays)
     with _compat.own_transfers():
         return [token if new is order else jnp.asarray(new), *map(jnp.asarray, results)]
-
-
-def _on_host(x: Any, form: Form) -> np.ndarray:
-    """Convert an operand outside of programs, from what this process has of it."""
-    if not _compat.is_global(x):
-        return np.asarray(_arrays.as_array(x))
-    own = _compat.own_copy(x)
-    if own is None:
-        raise _errors.in_other_processes([key for keys, _ in form.origin or () for key in keys], x.shape)
-    return own
 
 
 def _lower(

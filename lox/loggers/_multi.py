@@ -66,12 +66,12 @@ class _FanOut(Pipeline):
             other.open([run.resource[number] for run in runs], eager=False)
         self.runs.update({run.id: run for run in runs})
 
-    def enqueue(self, job: Job) -> None:
-        """Queue a job with every logger."""
+    def take(self, job: Job) -> None:
+        """Hand a job to every logger."""
         if job.packet.signal == END:
             self.ended.update(job.ids().tolist())
         for number, other in enumerate(self._others):
-            other.enqueue(dataclasses.replace(job, rename=self._renaming(number, job.rename)))
+            other.take(dataclasses.replace(job, rename=self._renaming(number, job.rename)))
 
     def _renaming(self, number: int, before: Rename | None) -> Rename:
         """Map runs of this logger to those of a logger inside; always the same function, so that events are joined."""

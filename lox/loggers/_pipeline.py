@@ -4,6 +4,7 @@ Everything here is called outside of JAX: in callbacks, on the writer's thread, 
 """
 
 import atexit
+import collections
 import contextlib
 import functools
 import itertools
@@ -17,14 +18,16 @@ import numpy as np
 from lox import _compat, _errors
 from lox._data._bundle import Bundle
 from lox._data._logdict import logdict, warn_of_dropped
-from lox._engine._emit import END, Packet
+from lox._engine._emit import END, Content, Packet, SplitPacket, packet_of
 from lox._transforms._deliver import Connection, PacketDelivery, connect
-from lox.loggers._batch import Batch, Job, batches, logs_of
+from lox.loggers import _shards
+from lox.loggers._batch import Batch, Job, Rename, batches, logs_of
 from lox.loggers._errors import ErrorLog, raise_all
 from lox.loggers._queue import Writer
 from lox.loggers._run import ConfigTree, Run
 from lox.store import names
 from lox.store._prng_keys import words_only
+from lox.store._structure import EVENT_NUMBER
 
 if TYPE_CHECKING:
     from lox.loggers._logger import Logger
@@ -47,6 +50,7 @@ class Pipeline:
         self._lock = threading.RLock()  # held while host methods run
         self._registering = threading.Lock()
         self._writer: Writer | None = None
+        self._counted: collections.Counter[tuple[int, str]] = collections.Counter()  # events with parts, by run and key
         self.delivery = PacketDelivery(self.receive)
         self._connections: dict[Any, Connection] = {}
 
@@ -197,10 +201,39 @@ class Pipeline:
         return writer
 
     def receive(self, packet: Packet) -> None:
-        """Queue a packet: events, or the end of runs."""
-        if packet.signal != END and not self._writes_all and not (packet.one_of_several and not self._is_idle):
-            return  # another process writes it
-        self.enqueue(Job(packet))
+        """Take a packet: events, or the end of runs."""
+        self.take(Job(packet))
+
+    def take(self, job: Job) -> None:
+        """Queue a job, unless another process writes it."""
+        packet = job.packet
+        if isinstance(packet, SplitPacket):
+            self._take_parts(packet, job.rename)
+        elif packet.signal == END or self._writes_all or (packet.one_of_several and not self._is_idle):
+            self.enqueue(job)
+
+    def _take_parts(self, packet: SplitPacket, rename: Rename | None) -> None:
+        """Queue what this process has of arrays that are spread over several, while the caller waits."""
+        if self._is_idle:
+            return
+        if not self.logger._joins_processes or self.logger.process == "all":
+            with self.isolated("taking events"):
+                packet.logs()  # raises
+            return
+        content = packet.split()
+        assert content.route is not None
+        whole, cells, counts = _shards.cells(content)
+        if whole:
+            self.take(Job(packet_of(Content(whole, content.route.map(_compat.own_copy), {})), rename))
+        known = _compat.own_parts(content.route.tree, alone=False)
+        runs = [number for _, ids in known for number in ids.reshape(-1).tolist()]
+        # Every process counts the events of all, so that the parts of each have the same number.
+        before = {key: {number: self._counted[number, key] for number in runs} for key in counts}
+        for key, count in counts.items():
+            self._counted.update(dict.fromkeys([(number, key) for number in runs], count))
+        for cell in cells:
+            first = np.vectorize(before[cell.key].get, otypes=[int])(cell.route.tree)
+            self.enqueue(Job(packet_of(_shards.numbered(cell, first, EVENT_NUMBER)), rename))
 
     def enqueue(self, job: Job) -> None:
         """Queue a job for the writer's thread, which does the rest: the program waits for this method."""

@@ -15,7 +15,7 @@ from lox import _errors
 from lox._data import _sites
 from lox._data._logdict import logdict
 from lox._engine import _selection
-from lox.store import _from_rows, _group, _index, _open
+from lox.store import _from_rows, _group, _index, _open, _shards
 from lox.store._catalog import Catalog, Record
 from lox.store._from_rows import Chunks, Parts, Select
 from lox.store._group import WAY_OUT, Entry, Group
@@ -132,6 +132,7 @@ class Reader:
         self._skips, self._wall, self._attempts = damaged == "skip", False, "newest"
         self._catalog = Catalog(self.path)
         self._polled: dict[tuple[str, str], _Polled] = {}  # by group and file
+        self._incomplete: dict[Any, dict[int, Chunks]] = {}  # by attempt and process: parts of events
         self._activity: dict[str, dict[int, Activity]] = {}  # by group
         self._fates: dict[str, str] = {}  # of groups
         self._warned: set[str] = set()
@@ -210,16 +211,25 @@ class Reader:
                 continue  # overwritten or merged meanwhile: the next poll finds it elsewhere
             by_entry |= {(group.id, number): by_run[number] for number in wanted if number in by_run}
             polled |= ends
-        logs = {}
+        logs, incomplete = {}, {}
         for name, record in self._catalog.records.items():
             new: Chunks = {}
-            for entry in record.entries:
-                _merge(new, by_entry.get((entry.group, entry.number), {}))
+            for attempt in record.attempts():
+                parts = {_process(e): by_entry.get((e.group, e.number), {}) for e in attempt}
+                if attempt[0].part is None:
+                    _merge(new, parts[0])
+                    continue
+                for process, before in self._incomplete.get(attempt[0].attempt, {}).items():
+                    after = parts[process]
+                    parts[process] = {k: [*before.get(k, ()), *after.get(k, ())] for k in {**before, **after}}
+                whole, _, incomplete[attempt[0].attempt] = _shards.merge(parts)
+                _merge(new, whole)
             with_events = {key: [c for c in chunks if c.events.count()] for key, chunks in new.items()}
             with_events = {key: chunks for key, chunks in with_events.items() if chunks}
             if with_events:
                 logs[name] = _from_rows.to_logdict(with_events)
         self._polled.update(polled)  # only now, so that one may poll again after an error
+        self._incomplete.update(incomplete)
         return logs
 
     def _polled_of(self, segment: SegmentReader) -> _Polled:
@@ -310,14 +320,24 @@ class Reader:
         chunks: Chunks = {}
         attempts = record.attempts()
         for number, entries in enumerate(attempts):
+            parts = []
             for entry in entries:
                 part = self._read(entry, select, timed=any(e.resumed for e in record.entries))
                 for later, *_ in attempts[number + 1 :] if self._attempts == "newest" else ():
                     part = self._without_replaced(part, entry, later)
-                if self._attempts == "all":
-                    part = _from_rows.with_step(part, "attempt", number)
-                _merge(chunks, part)
+                parts.append(part)
+            part = self._together(record.name, entries, parts)
+            _merge(chunks, _from_rows.with_step(part, "attempt", number) if self._attempts == "all" else part)
         return chunks
+
+    def _together(self, name: str, entries: list[Entry], parts: list[Chunks]) -> Chunks:
+        """Put together what the processes of an attempt have written; warn of those that are missing or behind."""
+        if entries[0].part is None:
+            return parts[0]
+        whole, behind, _ = _shards.merge(dict(zip(map(_process, entries), parts, strict=True)))
+        for text in _shards.check_processes(entries, name, behind):
+            self._warn_once(text)
+        return whole
 
     def _read(self, entry: Entry, select: Select, timed: bool) -> Chunks:
         group = self._catalog.groups[entry.group]
@@ -378,8 +398,9 @@ class Reader:
                 for number, run_chunks in self._intact(_from_rows.of_all_runs, group, select, None, self._wall).items():
                     by_entry[group.id, number] = run_chunks
         for record in records:
-            for entry in record.entries:
-                _merge(chunks[record.name], by_entry.get((entry.group, entry.number), {}))
+            for entries in record.attempts():
+                parts = [by_entry.get((entry.group, entry.number), {}) for entry in entries]
+                _merge(chunks[record.name], self._together(record.name, entries, parts))
         return chunks
 
     def _intact(self, read: Callable[..., Any], *args: Any) -> Any:
@@ -477,9 +498,13 @@ class Reader:
             segments = dict.fromkeys(segment for group, number in runs for segment in group.segments_of(number)[0])
             known = dict.fromkeys(key.name for segment in segments if segment.schema for key in segment.schema.keys)
             text = _selection.unmatched("argnames", argnames, known)
-            if text and text not in self._warned:
-                self._warned.add(text)
-                _sites.warn(text)
+            if text:
+                self._warn_once(text)
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _sites.warn(text)
 
 
 def _process(entry: Entry) -> int:

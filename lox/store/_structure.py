@@ -4,7 +4,9 @@ Dicts, lists, tuples, None, `lox.Histogram` and `lox.Image` come back as they we
 other registered node comes back as a dict of its fields: to restore the class, a file would have to name code to call.
 """
 
+import dataclasses
 import itertools
+import operator
 from typing import Any
 
 import jax
@@ -15,8 +17,35 @@ from lox._data import _histogram
 from lox._data._histogram import Histogram
 from lox._data._image import Image
 
+EVENT_NUMBER = "lox:event"  # a step of events with shards: the same number in all processes
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Shards:
+    """A value of which this process has some blocks: for each of its arrays the blocks, and where they begin and end.
+
+    The shapes are those of the whole arrays.
+    """
+
+    blocks: list[list[Any]]
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
+    index: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]  # for each array, block and axis
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The blocks are children."""
+        return (self.blocks,), (self.treedef, self.shapes, self.index)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "Shards":
+        """The inverse of `tree_flatten`."""
+        return cls(children[0], *static)
+
+
 # A structure is one of: "*" (an array), None, {"dict": [[key, structure], ...]}, {"list": [...]}, {"tuple": [...]},
 # and like a dict {"image": [["pixels", "*"]]} and {"histogram": [["edges", [number, ...]], ["counts", "*"], ...]}.
+# Outermost, there may be {"shards": [structure, [[shape, [[[start, stop], ...], ...]], ...]]}, with blocks for arrays.
 LEAF = "*"
 
 _NAMED = ("dict", "histogram", "image")  # kinds whose children have names
@@ -28,6 +57,9 @@ def describe(value: Any, what: str) -> Any:
     """Describe the structure of a value, in the order in which JAX flattens it."""
     if value is None:
         return None
+    if isinstance(value, Shards):
+        whole = jax.tree.unflatten(value.treedef, [0] * len(value.shapes))
+        return {"shards": [describe(whole, what), [list(pair) for pair in zip(value.shapes, value.index, strict=True)]]}
     if isinstance(value, dict):
         # jax.tree.flatten sorts the keys of every dict but an OrderedDict.
         children = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)[0]
@@ -69,6 +101,11 @@ def tree_paths(structure: Any) -> list[list[Any]]:
         return [[]]
     if structure is None:
         return []
+    if _is_shards(structure):
+        whole, parts = structure["shards"]
+        return [
+            [*path, n] for path, (_, index) in zip(tree_paths(whole), parts, strict=True) for n in range(len(index))
+        ]
     kind, children = _open(structure)
     pairs = children if kind in _NAMED else enumerate(children)
     return [[key, *tree_path] for key, child in pairs for tree_path in tree_paths(child)]
@@ -77,14 +114,14 @@ def tree_paths(structure: Any) -> list[list[Any]]:
 def count(structure: Any) -> int:
     """Count the arrays; raise a ValueError for an invalid structure."""
     numbers = itertools.count()
-    _build(structure, numbers)
+    _build_shards(structure, numbers) if _is_shards(structure) else _build(structure, numbers)
     return next(numbers)
 
 
 def build(structure: Any, leaves: list[Any]) -> Any:
     """Build the value from its arrays; raise a ValueError for an invalid structure."""
     rest = iter(leaves)
-    value = _build(structure, rest)
+    value = _build_shards(structure, rest) if _is_shards(structure) else _build(structure, rest)
     if next(rest, rest) is not rest:
         raise ValueError("more arrays than the structure has")
     return value
@@ -107,6 +144,30 @@ def _build(structure: Any, leaves: Any) -> Any:
         return {_unkey(key): _build(child, leaves) for key, child in children}
     built = [_build(child, leaves) for child in children]
     return built if kind == "list" else tuple(built)
+
+
+def _is_shards(structure: Any) -> bool:
+    return isinstance(structure, dict) and structure.keys() == {"shards"}
+
+
+def _build_shards(structure: Any, leaves: Any) -> Shards:
+    try:
+        whole, parts = structure["shards"]
+        shapes = tuple(tuple(map(operator.index, shape)) for shape, _ in parts)
+        index = tuple(
+            tuple(tuple((operator.index(a), operator.index(b)) for a, b in bounds) for bounds in blocks)
+            for _, blocks in parts
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{structure!r} is not a structure") from error
+    for shape, blocks in zip(shapes, index, strict=True):
+        for bounds in blocks:
+            if len(bounds) != len(shape) or not all(0 <= a <= b <= n for (a, b), n in zip(bounds, shape, strict=True)):
+                raise ValueError(f"{structure!r} is not a structure")
+    order, treedef = jax.tree.flatten(build(whole, [*range(len(shapes))]))
+    # Nodes that come back as dicts are flattened in another order.
+    blocks = [[_build(LEAF, leaves) for _ in blocks] for blocks in index]
+    return Shards([blocks[n] for n in order], treedef, tuple(shapes[n] for n in order), tuple(index[n] for n in order))
 
 
 def _unkey(key: Any) -> Any:

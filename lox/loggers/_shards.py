@@ -1,0 +1,158 @@
+"""Arrays that are spread over several processes: what this process writes of them.
+
+Every part of an array is written by one process, from its own devices, and nothing is gathered. Events and runs may be
+spread too: then a process writes only those that it has.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from lox import _compat, _errors
+from lox._data import _axes, _lanes
+from lox._data._axes import EVENT
+from lox._data._bundle import Bundle
+from lox._data._lanes import Laned
+from lox._engine._emit import Content
+from lox.store._prng_keys import PRNGKeyWords
+from lox.store._structure import Shards
+
+Bounds = tuple[int, int]  # where a part begins and ends
+
+
+class Cell(NamedTuple):
+    """Some events of some runs, of one key: what this process has of them."""
+
+    key: str
+    events: Bundle  # whose value is a `Shards`
+    route: Laned
+    numbers: np.ndarray  # of the events, in the call that brings them
+
+
+class _Part(NamedTuple):
+    """A part of an array: which rows of it, by axis, and where in each row."""
+
+    rows: tuple[Bounds, ...]
+    bounds: tuple[Bounds, ...]
+    array: np.ndarray
+
+
+def cells(content: Content) -> tuple[list[Bundle], list[Cell], dict[str, int]]:
+    """Return the events that all processes have, what this one has of the others, and their number for each key."""
+    whole, mine, counts = [], [], {}
+    assert content.route is not None
+    for bundle in content.bundles:
+        shared = [*bundle.steps.values(), *([] if bundle.valid is None else [bundle.valid])]
+        split = [key for key in bundle.keys if any(_compat.is_split(x.tree) for x in (*bundle.leaves(key), *shared))]
+        if rest := [key for key in bundle.keys if key not in split]:
+            whole.append(jax.tree.map(_compat.own_copy, bundle.only(rest)))
+        mine += [cell for key in split for cell in _cells(bundle.only([key]), content.route)]
+        counts |= dict.fromkeys(split, bundle.count())
+    return whole, mine, counts
+
+
+def _cells(bundle: Bundle, route: Laned) -> Iterable[Cell]:
+    """Divide the events of a key such that of each division, this process has the same parts of all rows."""
+    (key,), lead = bundle.keys, [] if bundle.single else [EVENT]
+    depth = max(len(x.flags) for x in (route, *bundle.values, *bundle.steps.values()))
+    rows = [*lead, *_axes.lanes(route.flags)]
+    sizes = dict(zip(_axes.lanes(route.flags), route.tree.shape, strict=True)) | dict.fromkeys(lead, bundle.count())
+
+    def axes_of(x: Laned) -> list[Any]:
+        return [*lead, *_axes.lanes(_lanes.with_depth(x.flags, depth))]
+
+    nodes, treedef = jax.tree.flatten(jax.tree.unflatten(bundle.treedef(key), bundle.values), is_leaf=_is_node)
+    arrays = [node.words if isinstance(node, PRNGKeyWords) else node for node in nodes]
+    parts = [_parts(x.tree, axes_of(x), rows, sizes) for x in arrays]
+    shapes = tuple(_shape(x.tree, axes_of(x), rows) for x in arrays)
+    for box in _boxes([part.rows for of_array in parts for part in of_array], [sizes[axis] for axis in rows]):
+        blocks: list[list[Any]] = []
+        index = []
+        flags = tuple(n in rows for n in range(depth))
+        for node, of_array in zip(nodes, parts, strict=True):
+            here = [(part, _within(box, part.rows)) for part in of_array]
+            here = [(part, inside) for part, inside in here if inside is not None]
+            laned = [Laned(part.array[inside], flags) for part, inside in here]
+            words = isinstance(node, PRNGKeyWords)
+            blocks.append([PRNGKeyWords(x, node.impl) for x in laned] if words else laned)
+            index.append(tuple(part.bounds for part, _ in here))
+        if not any(blocks):
+            continue  # of all this, other processes have everything
+
+        def of_rows(x: Laned, box: Any = box) -> Laned:
+            axes = axes_of(x)
+            if any(axis not in rows for axis in axes):
+                raise _errors.in_other_processes([key], x.tree.shape)  # lanes inside of runs have their own events
+            wanted = [box[rows.index(axis)] for axis in axes]
+            return Laned(_own_part(x.tree, wanted, key), _lanes.with_depth(x.flags, depth))
+
+        leaves, shards = jax.tree.flatten(Shards(blocks, treedef, shapes, tuple(index)), is_leaf=_lanes.is_laned)
+        steps = {name: of_rows(x) for name, x in bundle.steps.items()}
+        valid = None if bundle.valid is None else of_rows(bundle.valid)
+        events = Bundle(leaves, steps, valid, (key,), (shards,), bundle.single, bundle.site)
+        lanes = [box[rows.index(axis)] for axis in _axes.lanes(route.flags)]
+        runs = Laned(_own_part(route.tree, lanes, key), route.flags)
+        yield Cell(key, events, runs, np.arange(*box[0]) if lead else np.zeros((), int))
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, PRNGKeyWords | Laned)
+
+
+def _shape(x: Any, axes: Sequence[Any], rows: Sequence[Any]) -> tuple[int, ...]:
+    """Return the shape of a row of the whole array."""
+    return tuple(size for n, size in enumerate(np.shape(x)) if n >= len(axes) or axes[n] not in rows)
+
+
+def _parts(x: Any, axes: list[Any], rows: list[Any], sizes: dict[Any, int]) -> list[_Part]:
+    """Return the parts of an array that this process has to write, with the axes of rows in front."""
+    named = [*axes, *[None] * (np.ndim(x) - len(axes))]
+    present = [axis for axis in rows if axis in axes]
+    order = [*[named.index(axis) for axis in present], *[n for n, axis in enumerate(named) if axis not in present]]
+    parts = []
+    for bounds, array in _compat.own_parts(x):
+        of_axis = dict(zip(axes, bounds, strict=False))
+        whole = [of_axis.get(axis, (0, sizes[axis])) for axis in rows]
+        counts = [stop - start for start, stop in whole]
+        item = [array.shape[n] for n in order[len(present) :]]
+        spread = [count if axis in present else 1 for axis, count in zip(rows, counts, strict=True)]
+        # What is the same for all rows is repeated.
+        array = np.broadcast_to(array.transpose(order).reshape((*spread, *item)), (*counts, *item))
+        parts.append(_Part(tuple(whole), tuple(bounds[n] for n in order[len(present) :]), array))
+    return parts
+
+
+def _boxes(found: Iterable[tuple[Bounds, ...]], sizes: Sequence[int]) -> list[tuple[Bounds, ...]]:
+    """Divide all rows such that each box is inside or outside of each that was found."""
+    edges = [{0, size} for size in sizes]
+    for box in found:
+        for of_axis, bounds in zip(edges, box, strict=True):
+            of_axis.update(bounds)
+    return [*itertools.product(*[itertools.pairwise(sorted(of_axis)) for of_axis in edges])]
+
+
+def _within(box: Sequence[Bounds], rows: Sequence[Bounds]) -> tuple[slice, ...] | None:
+    """Return where a box is in these rows, if it is in them."""
+    if not all(a <= c and d <= b for (c, d), (a, b) in zip(box, rows, strict=True)):
+        return None
+    return tuple(slice(c - a, d - a) for (c, d), (a, _) in zip(box, rows, strict=True))
+
+
+def _own_part(x: Any, box: Sequence[Bounds], key: str) -> np.ndarray:
+    """Return a part of an array, from this process."""
+    for bounds, array in _compat.own_parts(x, alone=False):
+        if (inside := _within(box, bounds)) is not None:
+            return array[inside]
+    raise _errors.in_other_processes([key], x.shape)
+
+
+def numbered(cell: Cell, first: np.ndarray, step: str) -> Content:
+    """Return the content of a packet, with the numbers of the events as a step; `first` is that of each run."""
+    axes = tuple(range(cell.numbers.ndim, cell.numbers.ndim + first.ndim))
+    numbers = Laned(np.expand_dims(cell.numbers, axes) + first, cell.route.flags)
+    events = dataclasses.replace(cell.events, steps={**cell.events.steps, step: numbers})
+    return Content([events], cell.route, {})
