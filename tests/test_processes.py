@@ -86,7 +86,8 @@ def test_parts_of_arrays(tmp_path: Path) -> None:
     for processes, name in ((1, "one"), (2, "two")):
         run("parts", tmp_path / name, processes)
     one, two = lox.runs(tmp_path / "one"), lox.runs(tmp_path / "two")
-    assert [r.name for r in one] == [r.name for r in two] == ["0", "1", "2", "3"]
+    assert [(r.name, r.events, r.state) for r in one] == [(r.name, r.events, r.state) for r in two]
+    assert [r.name for r in one] == ["0", "1", "2", "3"]
     for name in ("0", "1", "2", "3"):
         expected, logs = lox.load(tmp_path / "one", name), lox.load(tmp_path / "two", name)
         same(logs, expected)

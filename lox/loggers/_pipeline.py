@@ -50,7 +50,7 @@ class Pipeline:
         self._lock = threading.RLock()  # held while host methods run
         self._registering = threading.Lock()
         self._writer: Writer | None = None
-        self._counted: collections.Counter[tuple[int, str]] = collections.Counter()  # events with parts, by run and key
+        self._counted: collections.Counter[int] = collections.Counter()  # events that are spread over processes, by run
         self.delivery = PacketDelivery(self.receive)
         self._connections: dict[Any, Connection] = {}
 
@@ -222,17 +222,16 @@ class Pipeline:
             return
         content = packet.split()
         assert content.route is not None
-        whole, cells, counts = _shards.cells(content)
+        whole, cells, count = _shards.cells(content)
         if whole:
             self.take(Job(packet_of(Content(whole, content.route.map(_compat.own_copy), {})), rename))
+        # Every process counts the events of all, so that the parts of one have the same number.
         known = _compat.own_parts(content.route.tree, alone=False)
         runs = [number for _, ids in known for number in ids.reshape(-1).tolist()]
-        # Every process counts the events of all, so that the parts of each have the same number.
-        before = {key: {number: self._counted[number, key] for number in runs} for key in counts}
-        for key, count in counts.items():
-            self._counted.update(dict.fromkeys([(number, key) for number in runs], count))
+        before = {number: self._counted[number] for number in runs}
+        self._counted.update(dict.fromkeys(runs, count))
         for cell in cells:
-            first = np.vectorize(before[cell.key].get, otypes=[int])(cell.route.tree)
+            first = np.vectorize(before.__getitem__, otypes=[int])(cell.route.tree)
             self.enqueue(Job(packet_of(_shards.numbered(cell, first, EVENT_NUMBER)), rename))
 
     def enqueue(self, job: Job) -> None:

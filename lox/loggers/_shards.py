@@ -25,10 +25,9 @@ Bounds = tuple[int, int]  # where a part begins and ends
 
 
 class Cell(NamedTuple):
-    """Some events of some runs, of one key: what this process has of them."""
+    """Some events of some runs: what this process has of them."""
 
-    key: str
-    events: Bundle  # whose value is a `Shards`
+    events: Bundle  # whose values are `Shards`
     route: Laned
     numbers: np.ndarray  # of the events, in the call that brings them
 
@@ -41,23 +40,22 @@ class _Part(NamedTuple):
     array: np.ndarray
 
 
-def cells(content: Content) -> tuple[list[Bundle], list[Cell], dict[str, int]]:
-    """Return the events that all processes have, what this one has of the others, and their number for each key."""
-    whole, mine, counts = [], [], {}
+def cells(content: Content) -> tuple[list[Bundle], list[Cell], int]:
+    """Return the events that all processes have, what this one has of the others, and how many numbers those have."""
+    whole, mine, count = [], [], 0
     assert content.route is not None
     for bundle in content.bundles:
-        shared = [*bundle.steps.values(), *([] if bundle.valid is None else [bundle.valid])]
-        split = [key for key in bundle.keys if any(_compat.is_split(x.tree) for x in (*bundle.leaves(key), *shared))]
-        if rest := [key for key in bundle.keys if key not in split]:
-            whole.append(jax.tree.map(_compat.own_copy, bundle.only(rest)))
-        mine += [cell for key in split for cell in _cells(bundle.only([key]), content.route)]
-        counts |= dict.fromkeys(split, bundle.count())
-    return whole, mine, counts
+        if not any(_compat.is_split(x) for x in jax.tree.leaves(bundle)):
+            whole.append(jax.tree.map(_compat.own_copy, bundle))
+            continue
+        mine += _cells(bundle, content.route)
+        count = max(count, bundle.count())
+    return whole, mine, count
 
 
 def _cells(bundle: Bundle, route: Laned) -> Iterable[Cell]:
-    """Divide the events of a key such that of each division, this process has the same parts of all rows."""
-    (key,), lead = bundle.keys, [] if bundle.single else [EVENT]
+    """Divide events such that of each division, this process has the same parts of all rows."""
+    lead = [] if bundle.single else [EVENT]
     depth = max(len(x.flags) for x in (route, *bundle.values, *bundle.steps.values()))
     rows = [*lead, *_axes.lanes(route.flags)]
     sizes = dict(zip(_axes.lanes(route.flags), route.tree.shape, strict=True)) | dict.fromkeys(lead, bundle.count())
@@ -65,38 +63,49 @@ def _cells(bundle: Bundle, route: Laned) -> Iterable[Cell]:
     def axes_of(x: Laned) -> list[Any]:
         return [*lead, *_axes.lanes(_lanes.with_depth(x.flags, depth))]
 
-    nodes, treedef = jax.tree.flatten(jax.tree.unflatten(bundle.treedef(key), bundle.values), is_leaf=_is_node)
-    arrays = [node.words if isinstance(node, PRNGKeyWords) else node for node in nodes]
-    parts = [_parts(x.tree, axes_of(x), rows, sizes) for x in arrays]
-    shapes = tuple(_shape(x.tree, axes_of(x), rows) for x in arrays)
-    for box in _boxes([part.rows for of_array in parts for part in of_array], [sizes[axis] for axis in rows]):
-        blocks: list[list[Any]] = []
-        index = []
-        flags = tuple(n in rows for n in range(depth))
-        for node, of_array in zip(nodes, parts, strict=True):
-            here = [(part, _within(box, part.rows)) for part in of_array]
-            here = [(part, inside) for part, inside in here if inside is not None]
+    def of_rows(x: Laned, box: Sequence[Bounds]) -> Laned:
+        axes = axes_of(x)
+        if any(axis not in rows for axis in axes):
+            raise _errors.in_other_processes(bundle.keys, x.tree.shape)  # lanes inside of runs have their own events
+        return Laned(_own_part(x.tree, [box[rows.index(a)] for a in axes]), _lanes.with_depth(x.flags, depth))
+
+    values = {key: _Value(bundle, key, axes_of, rows, sizes) for key in bundle.keys}
+    boxes = [part.rows for value in values.values() for of_array in value.parts for part in of_array]
+    flags = tuple(n in rows for n in range(depth))
+    for box in _boxes(boxes, [sizes[axis] for axis in rows]):
+        shards = {key: value.within(box, flags) for key, value in values.items()}
+        shards = {key: value for key, value in shards.items() if any(value.blocks)}
+        if not shards:
+            continue  # other processes have all of it
+        leaves, treedefs = zip(*[jax.tree.flatten(x, is_leaf=_lanes.is_laned) for x in shards.values()], strict=True)
+        steps = {name: of_rows(x, box) for name, x in bundle.steps.items()}
+        valid = None if bundle.valid is None else of_rows(bundle.valid, box)
+        values_here = [x for of_key in leaves for x in of_key]
+        events = Bundle(values_here, steps, valid, tuple(shards), treedefs, bundle.single, bundle.site)
+        runs = Laned(_own_part(route.tree, [box[rows.index(axis)] for axis in _axes.lanes(route.flags)]), route.flags)
+        yield Cell(events, runs, np.arange(*box[0]) if lead else np.zeros((), int))
+
+
+class _Value:
+    """What this process has to write of the value of a key."""
+
+    def __init__(self, bundle: Bundle, key: str, axes_of: Any, rows: list[Any], sizes: dict[Any, int]):
+        value = jax.tree.unflatten(bundle.treedef(key), bundle.leaves(key))
+        self._nodes, self._treedef = jax.tree.flatten(value, is_leaf=_is_node)
+        arrays = [node.words if isinstance(node, PRNGKeyWords) else node for node in self._nodes]
+        self._shapes = tuple(_shape(x.tree, axes_of(x), rows) for x in arrays)
+        self.parts = [_parts(x.tree, axes_of(x), rows, sizes) for x in arrays]
+
+    def within(self, box: Sequence[Bounds], flags: tuple[bool, ...]) -> Shards:
+        """Return the parts of these rows."""
+        blocks, index = [], []
+        for node, parts in zip(self._nodes, self.parts, strict=True):
+            here = [(part, inside) for part in parts if (inside := _within(box, part.rows)) is not None]
             laned = [Laned(part.array[inside], flags) for part, inside in here]
             words = isinstance(node, PRNGKeyWords)
             blocks.append([PRNGKeyWords(x, node.impl) for x in laned] if words else laned)
             index.append(tuple(part.bounds for part, _ in here))
-        if not any(blocks):
-            continue  # of all this, other processes have everything
-
-        def of_rows(x: Laned, box: Any = box) -> Laned:
-            axes = axes_of(x)
-            if any(axis not in rows for axis in axes):
-                raise _errors.in_other_processes([key], x.tree.shape)  # lanes inside of runs have their own events
-            wanted = [box[rows.index(axis)] for axis in axes]
-            return Laned(_own_part(x.tree, wanted, key), _lanes.with_depth(x.flags, depth))
-
-        leaves, shards = jax.tree.flatten(Shards(blocks, treedef, shapes, tuple(index)), is_leaf=_lanes.is_laned)
-        steps = {name: of_rows(x) for name, x in bundle.steps.items()}
-        valid = None if bundle.valid is None else of_rows(bundle.valid)
-        events = Bundle(leaves, steps, valid, (key,), (shards,), bundle.single, bundle.site)
-        lanes = [box[rows.index(axis)] for axis in _axes.lanes(route.flags)]
-        runs = Laned(_own_part(route.tree, lanes, key), route.flags)
-        yield Cell(key, events, runs, np.arange(*box[0]) if lead else np.zeros((), int))
+        return Shards(blocks, self._treedef, self._shapes, tuple(index))
 
 
 def _is_node(x: Any) -> bool:
@@ -142,12 +151,15 @@ def _within(box: Sequence[Bounds], rows: Sequence[Bounds]) -> tuple[slice, ...] 
     return tuple(slice(c - a, d - a) for (c, d), (a, _) in zip(box, rows, strict=True))
 
 
-def _own_part(x: Any, box: Sequence[Bounds], key: str) -> np.ndarray:
+def _own_part(x: Any, box: Sequence[Bounds]) -> np.ndarray:
     """Return a part of an array, from this process."""
     for bounds, array in _compat.own_parts(x, alone=False):
         if (inside := _within(box, bounds)) is not None:
             return array[inside]
-    raise _errors.in_other_processes([key], x.shape)
+    raise _errors.LogTypeError(
+        f"the steps or the state of the logger, of shape {x.shape}, are spread over the processes in another way than "
+        "the values that are logged with them. Make them the same everywhere, for instance by `jax.device_get` before."
+    )
 
 
 def numbered(cell: Cell, first: np.ndarray, step: str) -> Content:

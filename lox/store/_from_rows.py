@@ -20,6 +20,7 @@ from lox.store import _structure
 from lox.store._group import Group
 from lox.store._schema import RUN, WALL, Column, Schema
 from lox.store._segment import SegmentReader
+from lox.store._structure import EVENT_NUMBER
 from lox.store._table import Activity
 
 Array = np.ndarray[Any, Any]
@@ -190,8 +191,10 @@ def activity(group: Group) -> dict[int, Activity]:
         if segment.schema is None or not parts:
             continue
         schema = segment.schema
-        columns = [RUN, WALL, *([schema.valid] if schema.valid else [])]
+        numbered = [step for step in schema.steps if step.name == EVENT_NUMBER]
+        columns = [RUN, WALL, *numbered, *([schema.valid] if schema.valid else [])]
         runs, wall, *valids = segment.read(columns, parts)
+        event_numbers = valids.pop(0) if numbered else None
         for n in range(schema.runs):
             rows = np.ones(len(runs), bool)
             if schema.valid is not None:
@@ -204,7 +207,12 @@ def activity(group: Group) -> dict[int, Activity]:
             np.maximum.at(last, inverse, wall[rows])
             for number, *new in zip(numbers.tolist(), counts.tolist(), first.tolist(), last.tolist(), strict=True):
                 old = found.get(number, Activity(0, math.inf, -math.inf))
-                found[number] = Activity(old.events + new[0], min(old.first, new[1]), max(old.last, new[2]))
+                times = min(old.first, new[1]), max(old.last, new[2])
+                if event_numbers is None:
+                    found[number] = Activity(old.events + new[0], *times, old.split)
+                else:
+                    mine = (event_numbers[:, n] if numbered[0].runs else event_numbers)[rows][runs[rows] + n == number]
+                    found[number] = Activity(old.events, *times, old.split.union(mine.tolist()))
     return found
 
 

@@ -161,15 +161,17 @@ class Reader:
         return self._whole([name], lambda: self._looked_at(name))
 
     def _looked_at(self, name: str) -> tuple[Activity, str]:
-        entries = self._catalog.records[name].entries
-        parts = [self._activity_in(self._catalog.groups[e.group]).get(e.number) for e in entries]
-        found = [part for part in parts if part is not None]
+        attempts = self._catalog.records[name].attempts()
+        by_attempt = [[self._activity_in(self._catalog.groups[e.group]).get(e.number) for e in a] for a in attempts]
+        by_attempt = [[part for part in parts if part is not None] for parts in by_attempt]
+        found = [part for parts in by_attempt for part in parts]
+        split = sum(len(frozenset[int]().union(*[part.split for part in parts])) for parts in by_attempt)
         whole = Activity(
-            sum(part.events for part in found),
+            sum(part.events for part in found) + split,
             min((part.first for part in found), default=math.nan),
             max((part.last for part in found), default=math.nan),
         )
-        last = [(self._catalog.groups[e.group], e.number) for e in self._catalog.records[name].attempts()[-1]]
+        last = [(self._catalog.groups[e.group], e.number) for e in attempts[-1]]
         states = {group.state(number, self._fates[group.id]) for group, number in last}
         return whole, next(state for state in ("running", "failed", "killed", "finished") if state in states)
 

@@ -20,11 +20,15 @@ _WIDEST = 48  # characters of a cell
 
 
 class Activity(NamedTuple):
-    """The events of a run: how many, and the times of the first and the last, in seconds since 1970."""
+    """The events of a run: how many, and the times of the first and the last, in seconds since 1970.
+
+    Events of which several processes have parts are known by their numbers.
+    """
 
     events: int
     first: float
     last: float
+    split: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
