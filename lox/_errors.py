@@ -144,8 +144,8 @@ def unbounded_loop(key: str, site: str) -> SpoolError:
 def in_other_processes(keys: Iterable[str], shape: tuple[int, ...]) -> LogTypeError:
     """Return the error for a value of which this process has only a part."""
     return LogTypeError(
-        f"one of {listing(keys)} is an array of shape {shape} that is spread over several processes, each of which has "
-        "a part.\n"
+        f"{listing(keys) or 'a step'} has an array of shape {shape} that is spread over several processes: each of them "
+        "has a part.\n"
         "Either log what all of them have, such as a mean, a norm or a `lox.Histogram`, computed inside of `jit`,\n"
         "or give it to a `lox.SaveLogger`, which writes the parts: `logger.log(state, logs)`."
     )

@@ -46,6 +46,12 @@ def is_global(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_fully_addressable
 
 
+def is_on_several_devices(tree: Any) -> bool:
+    """Tell whether any array of a tree is."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    return any(len(x.sharding.device_set) > 1 for x in arrays)
+
+
 def is_split(x: Any) -> bool:
     """Tell whether this process has only a part of an array."""
     return is_global(x) and not x.is_fully_replicated

@@ -79,17 +79,19 @@ def _arrays_of(logs: "logdict", key: str) -> tuple[list[Any], dict[tuple[str, st
     parts: dict[tuple[str, str], tuple[np.ndarray, list[Any]]] = {}
     leaves = jax.tree_util.tree_leaves_with_path(logs[key])
     for (tree_path, leaf), flags in zip(leaves, layout.flags, strict=True):
-        parts["value", key + jax.tree_util.keystr(tree_path)] = _numpy(leaf), axes(flags)
+        parts["value", key + jax.tree_util.keystr(tree_path)] = _numpy(leaf, key), axes(flags)
     step_flags = dict(layout.step_flags)
     for name, steps in logs.steps.items():
         if key in steps:
-            parts["step", name] = _numpy(steps[key]), axes(step_flags.get(name, ()))
+            parts["step", name] = _numpy(steps[key], key), axes(step_flags.get(name, ()))
     if key in logs.valid:
-        parts["valid", ""] = _numpy(logs.valid[key]), axes(layout.valid_flags)
+        parts["valid", ""] = _numpy(logs.valid[key], key), axes(layout.valid_flags)
     return around + inside, parts
 
 
-def _numpy(x: Any) -> np.ndarray:
+def _numpy(x: Any, key: str) -> np.ndarray:
+    if _compat.is_split(x):
+        raise _errors.in_other_processes([key], x.shape)
     if hasattr(x, "dtype") and _arrays.is_prng_key(x.dtype):
         x = jax.random.key_data(x)
     return np.asarray(x)

@@ -43,7 +43,8 @@ def _step(step: Any, valid: Any) -> str:
 
 
 def _is_abstract(x: Any) -> bool:
-    return isinstance(x, _compat.Tracer) or (not hasattr(x, "__array__") and not np.isscalar(x))
+    """Whether the values are not known here: while tracing, or because other processes have some of them."""
+    return isinstance(x, _compat.Tracer) or _compat.is_split(x) or (not hasattr(x, "__array__") and not np.isscalar(x))
 
 
 def _value(value: Any, valid: Any = None) -> str:
@@ -56,9 +57,10 @@ def _value(value: Any, valid: Any = None) -> str:
             return f"{type(value).__name__}({inner})"
         inner = ", ".join(_value(v, valid) for v in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
-    if isinstance(value, _compat.Tracer) or (hasattr(value, "dtype") and _arrays.is_prng_key(value.dtype)):
+    is_array = hasattr(value, "dtype")
+    if is_array and (_is_abstract(value) or _arrays.is_prng_key(value.dtype)):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    if hasattr(value, "dtype") or np.isscalar(value):
+    if is_array or np.isscalar(value):
         return _array(np.asarray(value), None if valid is None or _is_abstract(valid) else np.asarray(valid))
     if isinstance(value, Histogram | Image) or jax.tree_util.all_leaves([value]):
         return str(value)  # histograms and images have their own text

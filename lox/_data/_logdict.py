@@ -532,7 +532,9 @@ class logdict(dict[str, Any]):
         new = self.copy()
         with _compat.own_transfers():
             for key in list(self.valid):
-                valid = np.asarray(self.valid[key])
+                if _compat.is_split(self.valid[key]):
+                    continue  # no process knows which slots are empty
+                valid = np.asarray(_compat.own_copy(self.valid[key]))
                 layout = self._layout(key)
                 if layout.events:
                     axis = self._outer(key)
@@ -599,7 +601,7 @@ class logdict(dict[str, Any]):
                     drop(layout.valid_flags),
                     layout.one_event,
                 )
-            if layout.one_event and key in new.valid and not np.any(np.asarray(new.valid[key])):
+            if layout.one_event and key in new.valid and not np.any(np.asarray(_compat.own_copy(new.valid[key]))):
                 del new[key]
         if not has_lanes:
             raise _errors.LoxError("these logs have no lanes: nothing was logged under `vmap`.")
@@ -637,7 +639,7 @@ def warn_of_dropped(counts: Mapping[str, Any], warn: Callable[[str], None] = _si
     """Warn about events that did not fit."""
     for key, dropped in counts.items():
         with _compat.own_transfers():
-            most = int(np.max(np.asarray(dropped)))
+            most = int(np.max(np.asarray(_compat.own_copy(dropped))))
         if most > 0:
             warn(
                 f"{key!r} had more events than its capacity: {most} were dropped. "
@@ -727,7 +729,7 @@ class _Slicer:
 
 
 def _all_true(x: Any) -> bool:
-    return not isinstance(x, _compat.Tracer) and bool(np.asarray(x).all())
+    return not isinstance(x, _compat.Tracer) and not _compat.is_split(x) and bool(np.asarray(x).all())
 
 
 def _blank(bundle: Bundle) -> Bundle:

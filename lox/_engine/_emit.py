@@ -27,7 +27,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from lox import _compat, _errors
-from lox._data import _arrays, _lanes
+from lox._data import _arrays, _bundle, _lanes
 from lox._data._bundle import Bundle, Keys, Site
 from lox._data._lanes import Laned, is_laned, pick, unnamed, with_lane
 from lox._data._logdict import SINGLE, Layout, logdict
@@ -267,17 +267,34 @@ class SplitPacket(Packet):
 
     def content(self) -> Content:
         """Raise, like everything that needs whole arrays; `split` returns what there is."""
-        shape = next(x.shape for x in self.arrays if _compat.is_split(x))
-        raise _errors.in_other_processes([key for keys, _ in self.unpacker.form.origin or () for key in keys], shape)
+        raise self.error()
 
     def logs(self) -> logdict:
         """Raise."""
-        self.content()
-        return logdict()
+        raise self.error()
 
     def split(self) -> Content:
         """The events, with arrays that reach beyond this process."""
         return super().content()
+
+    def error(self) -> _errors.LogTypeError:
+        """Say which keys are spread over several processes."""
+        return _errors.in_other_processes(self._split_keys(), next(x.shape for x in self.arrays if _compat.is_split(x)))
+
+    def whole(self) -> Packet | None:
+        """The events of all other keys."""
+        bundles, route, dropped = self.split()
+        bundles = [bundle for bundle in _bundle.without(bundles, self._split_keys()) if not _is_split(bundle)]
+        if not bundles or _is_split(route):
+            return None
+        return packet_of(jax.tree.map(lambda x: np.asarray(_compat.own_copy(x)), Content(bundles, route, dropped)))
+
+    def _split_keys(self) -> list[str]:
+        return [key for bundle in self.split().bundles for key in bundle.keys if _is_split(bundle.leaves(key))]
+
+
+def _is_split(tree: Any) -> bool:
+    return any(map(_compat.is_split, jax.tree.leaves(tree)))
 
 
 def packet_of(content: Content) -> Packet:
@@ -420,7 +437,7 @@ def _impl(token: Any, *operands: Any, deliver: Deliver, form: Form, **params: An
         # The token first: once it is there, earlier packets have arrived, and no computation is running that the
         # conversions could deadlock with.
         order = np.asarray(_compat.own_copy(token))
-        if any(map(_compat.is_split, operands)):
+        if _is_split(operands):
             if form.results:
                 raise _errors.keys_in_other_processes()
             deliver(SplitPacket(unpacker_of(form, tuple(map(np.ndim, operands))), [*operands], eager=True), int(order))

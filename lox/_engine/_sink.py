@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lox import _errors
-from lox._data import _format
+from lox._data import _format, _sites
 from lox._data._logdict import logdict
-from lox._engine._emit import Packet
+from lox._engine._emit import Packet, SplitPacket
 
 _CHOICES = ("console", "off")
 
@@ -55,8 +55,13 @@ def is_compiled_out() -> bool:
 
 def deliver(packet: Packet, token: int = 0) -> None:
     """Send one event of NumPy values to the sink."""
-    del token
     sink = config.sink
+    if isinstance(packet, SplitPacket) and sink != "off":
+        # Not an error: a library's log would break the programs of its users.
+        _sites.warn(f"{packet.error()}\nUntil then it is left out of what is printed.")
+        if (whole := packet.whole()) is not None:
+            deliver(whole, token)
+        return
     if callable(sink):
         sink(packet.logs())
     elif sink == "console":

@@ -254,6 +254,12 @@ class Logger:
         @functools.wraps(fun)
         def spooled(*args: P.args, **kwargs: P.kwargs) -> R:
             self._pipeline.require_open("spool")
+            if _compat.is_evaluating() and _compat.is_on_several_devices((args, kwargs)):
+                # From here, each process takes its own parts; a host call inside of the program would gather them.
+                out, logs = _spool(fun, **options)(*args, **kwargs)
+                if logs:
+                    send(self._pipeline.delivery, run, logs.to_bundles(), dropped=logs.dropped)
+                return out
             connection = self._pipeline.connection()
             deliver = connection.deliver
 

@@ -217,8 +217,9 @@ class Pipeline:
         if self._is_idle:
             return
         if not self.logger._joins_processes or self.logger.process == "all":
-            with self.isolated("taking events"):
-                packet.logs()  # raises
+            self.errors.add(packet.error(), "taking events")
+            if (whole := packet.whole()) is not None:
+                self.take(Job(whole, rename))
             return
         content = packet.split()
         assert content.route is not None
