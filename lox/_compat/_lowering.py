@@ -28,19 +28,24 @@ def mark_program(ctx: Any, mark: LogMark) -> None:
         ctx.module_context.add_keepalive(mark)
 
 
-def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False) -> Any:
+def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False, answers: bool = False) -> Any:
     """Emit a host call of `callback(token, *arrays)`, which returns the next token, and results if there are any.
 
     Not `jax.debug.callback`, which is twenty times slower and starts a computation inside the callback, which may
-    deadlock: this passes NumPy arrays. On several devices the callback gets `~token`, a negative number, and the token
-    does not wait for it, unless it `waits`, inside of shard_map.
+    deadlock: this passes NumPy arrays. On several devices the callback gets `~token`, a negative number. Inside shard_map
+    the next token is a result of the call, so that each device makes its calls in order. Outside, where one device
+    calls for all, others do not wait for its calls, unless it `answers`.
     """
     axis_context = ctx.module_context.axis_context
     if len(ctx.avals_out) > 1 or getattr(axis_context, "num_devices", None) == 1:
         return lower_host_call(ctx, callback, *operands)
 
-    def unordered(token: Any, *arrays: Any) -> Any:
-        callback(np.invert(token), *arrays)
+    def one_of_several(token: Any, *arrays: Any) -> Any:
+        (token,) = callback(np.invert(token), *arrays)
+        return (np.invert(token),)
+
+    def unordered(*arrays: Any) -> Any:
+        one_of_several(*arrays)
         return ()
 
     if isinstance(axis_context, SPMDAxisContext):
@@ -76,11 +81,12 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False)
                 return np.asarray(token)
 
             return mlir.lower_fun(call_and_wait, multiple_results=True)(ctx, *operands)
-        kind = "MANUAL"
-    else:
-        kind = "MAXIMAL"  # the whole array, on the first device
+        ctx.set_tokens_out(ctx.tokens_in)
+        return _call_in_order(ctx, one_of_several, operands, "MANUAL")
+    if answers:
+        return lower_host_call(ctx, one_of_several, *operands)
     inner = ctx.replace(avals_out=[])
-    _call_in_order(inner, unordered, operands, kind)
+    _call_in_order(inner, unordered, operands, "MAXIMAL")  # the whole array, on the first device
     ctx.set_tokens_out(inner.tokens_out or ctx.tokens_in)
     return [operands[0]]
 
@@ -107,7 +113,7 @@ def lower_on_all_devices(ctx: Any, fun: Any, operands: Any) -> Any:
     return mlir.lower_fun(lambda *arrays: on_each(*map(_whole, arrays)), multiple_results=True)(ctx, *operands)
 
 
-def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, waits: bool = False) -> Any:
+def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, **options: Any) -> Any:
     """`lower_callback` for any dtype: numbers of less than 8 bits are sent in a wider dtype.
 
     XLA packs several of them into a byte, but JAX 0.7 reads the bytes with NumPy, which does not.
@@ -115,7 +121,7 @@ def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, waits: bool = F
     dtypes = [a.dtype for a in ctx.avals_in]
     wide = [_in_whole_bytes(d) for d in dtypes]
     if wide == dtypes:
-        return lower_callback(ctx, callback, *operands, waits=waits)
+        return lower_callback(ctx, callback, *operands, **options)
 
     def narrowing(*arrays: Any) -> Any:
         return callback(*[x.astype(d) for x, d in zip(arrays, dtypes, strict=True)])
@@ -127,7 +133,7 @@ def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, waits: bool = F
     widened = mlir.lower_fun(widen, multiple_results=True)(ctx.replace(avals_out=avals), *operands)
     inner = ctx.replace(avals_in=avals)
     wide_operands = [x for xs in widened for x in (xs if isinstance(xs, list) else [xs])]
-    outs = lower_callback(inner, narrowing, *wide_operands, waits=waits)
+    outs = lower_callback(inner, narrowing, *wide_operands, **options)
     if inner.tokens_out is not None:
         ctx.set_tokens_out(inner.tokens_out)
     return outs
@@ -149,8 +155,8 @@ def _whole(x: Any) -> Any:
 
 def _callback_sharding(kind: str) -> Any:
     if jax.config.jax_use_shardy_partitioner:
-        whole = SdyArray(mesh_shape=(), dim_shardings=(), logical_device_ids=(0,))
-        return SdyArrayList((whole,))
+        devices = (0,) if kind == "MAXIMAL" else ()
+        return SdyArrayList((SdyArray(mesh_shape=(), dim_shardings=(), logical_device_ids=devices),))
     sharding = xla_client.OpSharding()
     sharding.type = getattr(xla_client.OpSharding.Type, kind)
     if kind == "MAXIMAL":

@@ -51,6 +51,12 @@ def is_without_order() -> bool:
     return jax.sharding.AxisType.Manual in kinds and len(kinds) > 1
 
 
+def manual_axes_here() -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of the shard_maps around this place, as if it were one; empty if there is none."""
+    manual = tuple(name for name, kind in _axis_types().items() if kind == jax.sharding.AxisType.Manual)
+    return (manual,) if manual else ()
+
+
 def axes_without_host_calls() -> list[str]:
     """The explicit axes of the mesh that keep this place from calling the host."""
     return explicit_beside_manual() if jax.__version_info__ < (0, 11) else []  # XLA could not lower it before

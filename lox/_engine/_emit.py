@@ -14,7 +14,6 @@ may be merged and dropped.
 import dataclasses
 import functools
 import itertools
-import operator
 import re
 import threading
 import traceback
@@ -27,7 +26,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from lox import _compat, _errors
-from lox._data import _arrays, _lanes
+from lox._data import _arrays, _bundle, _lanes
 from lox._data._bundle import Bundle, Keys, Site
 from lox._data._lanes import Laned, is_laned, pick, unnamed, with_lane
 from lox._data._logdict import SINGLE, Layout, logdict
@@ -112,17 +111,23 @@ def once(emit: Callable[[list[str], Any], Any], parts: dict[str, Any], alike: fr
     A key that is the same on all devices along some mesh axes of a shard_map leaves from the first device, together
     with keys that vary. `alike` are the axes along which devices differ only in values whose types say so.
     """
+    varying = {key: _compat.varying_over(jax.tree.leaves(part)) for key, part in parts.items()}
+    return from_first(emit, {key: alike - axes for key, axes in varying.items()}, token)
+
+
+def from_first(emit: Callable[[list[str], Any], Any], first: dict[str, frozenset[Any]], token: Any) -> Any:
+    """Emit each key by `emit(keys, token)` from the first device along some mesh axes; returns the next token."""
     groups: dict[frozenset[Any], list[str]] = {}
-    for key, part in parts.items():
-        groups.setdefault(alike - _compat.varying_over(jax.tree.leaves(part)) if alike else alike, []).append(key)
+    for key, axes in first.items():
+        groups.setdefault(axes, []).append(key)
     from_all = groups.pop(frozenset(), [])
     if from_all and len(groups) != 1:
         token, from_all = emit(from_all, token), []
     for axes, keys in groups.items():
-        from_first = [key for key in parts if key in (*keys, *from_all)]
+        both = [key for key in first if key in (*keys, *from_all)]
         token = jax.lax.cond(
             _compat.is_first(axes),
-            functools.partial(emit, from_first),
+            functools.partial(emit, both),
             functools.partial(emit, from_all) if from_all else lambda token: token,
             token,
         )
@@ -212,8 +217,7 @@ class Form:
 
     def any_valid(self, operands: Iterable[Any]) -> Any:
         """Whether any event is valid in any lane."""
-        valids = [bundle.valid for bundle in self.content(operands).bundles]
-        return functools.reduce(operator.or_, [jnp.ones((), bool) if v is None else jnp.any(v.tree) for v in valids])
+        return _bundle.any_valid(self.content(operands).bundles)
 
 
 class Packet:
@@ -428,7 +432,7 @@ def _lower(
         except BaseException as error:
             raise CallbackError(error) from error
 
-    return _compat.lower_in_whole_bytes(ctx, numbered, operands, waits=everywhere)
+    return _compat.lower_in_whole_bytes(ctx, numbered, operands, waits=everywhere, answers=form.signal == BEGIN)
 
 
 def _emit_if_valid(token: Any, *operands: Any, **params: Any) -> list[Any]:
