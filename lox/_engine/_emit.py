@@ -417,6 +417,7 @@ def _lower(
     ctx: Any, *operands: Any, deliver: Deliver, form: Form, conditional: bool, ordered: bool, everywhere: bool
 ) -> Any:
     if form.signal == RELEASE and _compat.is_on_one_device(ctx):
+        ctx.set_tokens_out(ctx.tokens_in)
         return [operands[0]]
     params: dict[str, Any] = dict(deliver=deliver, form=form, ordered=ordered, everywhere=everywhere)
     if everywhere and _compat.is_called_once(ctx):

@@ -19,7 +19,7 @@ from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Tally
 from lox._engine._primitive import bind
 from lox._engine._selection import Names
-from lox._transforms._deliver import BufferedDelivery
+from lox._transforms._deliver import BufferedDelivery, Delivery
 from lox._transforms._fold import Fold
 from lox._transforms._slots import Buffer, Room, Tick
 from lox._transforms._spool import Collect
@@ -224,6 +224,9 @@ class Stream(Handler):
         for key, certain in frame.keys.items():
             if (key,) in folds:
                 self._emit(frame, [folds[key,].finish(certain)])
+        if isinstance(self.deliver, Delivery):
+            # Nobody waits for this program: if it runs on several devices, it says itself that it has come to its end.
+            return _emit.emit(self.deliver, [], frame.state["token"], signal=_emit.RELEASE)
         return frame.state["token"]
 
 
