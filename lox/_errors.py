@@ -160,6 +160,18 @@ def unreduced(key: str, site: str, axes: Iterable[str]) -> LogTypeError:
     )
 
 
+def gathered(key: str, site: str, shape: tuple[int, ...], most: int) -> str:
+    """What is wrong with a large value that is sent to the host from a program on several devices."""
+    logged_at = f"  logged at {site}\n" if site else ""
+    return (
+        f"cannot send {key!r} of shape {shape} to the host from a program on several devices: it has more than {most} "
+        f"elements, whose parts would be gathered from all of them at every event.\n{logged_at}"
+        "Either log what is small:          lox.Histogram(x), a mean, a norm\n"
+        "or log the part of each device:    inside of `jax.shard_map`\n"
+        "or leave it where it is:           lox.spool(f)"
+    )
+
+
 def partly_explicit(key: str, site: str, axes: Iterable[str]) -> TransformError:
     """For a host call that JAX cannot make."""
     logged_at = f"  logged at {site}\n" if site else ""

@@ -32,9 +32,9 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False,
     """Emit a host call of `callback(token, *arrays)`, which returns the next token, and results if there are any.
 
     Not `jax.debug.callback`, which is twenty times slower and starts a computation inside the callback, which may
-    deadlock: this passes NumPy arrays. On several devices the callback gets `~token`, a negative number. Inside shard_map
-    the next token is a result of the call, so that each device makes its calls in order. Outside, where one device
-    calls for all, others do not wait for its calls, unless it `answers`.
+    deadlock: this passes NumPy arrays. On several devices the callback gets `~token`, a negative number. Inside of
+    shard_map the next token is a result of the call, so that each device makes its calls in order. Outside, where one
+    device calls for all, the others do not wait for its calls, unless it `answers`.
     """
     axis_context = ctx.module_context.axis_context
     if len(ctx.avals_out) > 1 or getattr(axis_context, "num_devices", None) == 1:
@@ -100,6 +100,39 @@ def is_called_once(ctx: Any) -> bool:
     """Whether a host call in this program on several devices comes from the first of them only."""
     axis_context = ctx.module_context.axis_context
     return not isinstance(axis_context, SPMDAxisContext) and getattr(axis_context, "num_devices", 1) > 1
+
+
+def is_gathered(ctx: Any) -> bool:
+    """Whether a host call in this program takes whole arrays, whose parts may be on several devices."""
+    axis_context = ctx.module_context.axis_context
+    if isinstance(axis_context, SPMDAxisContext):
+        return axis_context.manual_axes != frozenset(axis_context.mesh.axis_names)
+    return getattr(axis_context, "num_devices", 1) > 1
+
+
+def is_whole(value: Any, aval: Any) -> bool:
+    """Whether every device is known to have the whole of an array: by its type, or because it is a constant."""
+    mesh = aval.sharding.mesh
+    if not mesh.empty and jax.sharding.AxisType.Auto not in mesh.axis_types:
+        return not explicit_axes(aval)
+    return _is_constant(value)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether an array of a program that is being lowered depends on nothing but constants, as far as is known."""
+    found, rest = 0, [value]
+    while rest:
+        op = getattr(rest.pop().owner, "operation", None)  # else it is an argument of a function or of a loop
+        found += 1
+        if op is None or found > _LONGEST or len(op.regions) or not op.name.startswith("stablehlo."):
+            return False
+        if op.name == "stablehlo.custom_call":
+            return False
+        rest += op.operands
+    return True
+
+
+_LONGEST = 100  # operations to look at, as the search may meet the same ones again
 
 
 def lower_on_all_devices(ctx: Any, fun: Any, operands: Any) -> Any:

@@ -236,6 +236,16 @@ def zeros_along(x: Any, axis: int) -> Any:
     return jnp.asarray(zeros) if sharding is None else shard_axes(jnp.asarray(zeros), {0: sharding})
 
 
+def unsharded(fun: Any, x: Any) -> Any:
+    """Apply a function to an array, of whose explicit sharding its results have nothing; XLA finds out how."""
+    aval = aval_of(x)
+    sharding = explicit_sharding(aval) if explicit_axes(aval) else None
+    if sharding is None:
+        return fun(x)
+    whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.sharding.auto_axes(fun, out_sharding=whole)(x)
+
+
 def beside(others: Any, tree: Any) -> Any:
     """Move the arrays of `tree` so that an operation or a program can take them together with others.
 

@@ -7,14 +7,15 @@ much, each device sends its own, with its place in the mesh as steps.
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
-from lox import _compat
+from lox import _compat, _errors
 from lox._data._bundle import Bundle
+from lox._data._histogram import Histogram
 from lox._data._lanes import Laned, is_laned
 
 LARGEST = 64  # the most elements of a value that are gathered from all devices to be sent
@@ -25,6 +26,40 @@ Axes = frozenset[Any]
 def is_large(value: Laned, lead: int) -> bool:
     """Whether a value, without events and lanes, has too many elements to gather them from all devices."""
     return math.prod(value.item_shape(lead)) > LARGEST
+
+
+def gathered_shape(treedef: Any, leaves: Sequence[Laned], lead: int = 0) -> tuple[int, ...] | None:
+    """The shape of a value that is too large to gather its parts from all devices at every event; None if it is not.
+
+    `leaves` has its operands. Histograms are exempt: they are what to log instead.
+    """
+    places = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    for n in jax.tree.leaves(places, is_leaf=lambda x: isinstance(x, Histogram)):
+        if not isinstance(n, Histogram) and is_large(leaves[n], lead) and not leaves[n].tree.whole:
+            return leaves[n].item_shape(lead)
+    return None
+
+
+def why_not(key: str, site: str, shape: tuple[int, ...]) -> str:
+    """Say why a value of this shape is not sent."""
+    return _errors.gathered(key, site, shape, LARGEST)
+
+
+class Operand(NamedTuple):
+    """An operand of a primitive that is being lowered."""
+
+    value: Any
+    aval: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.aval.shape
+
+    @property
+    def whole(self) -> bool:
+        """Whether every device is known to have all of it."""
+        return _compat.is_whole(self.value, self.aval)
 
 
 def arranged(bundles: Iterable[Bundle], devices: tuple[tuple[Any, ...], ...], alike: Axes) -> list[tuple[Axes, Bundle]]:
@@ -85,4 +120,3 @@ def are_valid_together(bundles: Iterable[Bundle]) -> bool:
     """Whether events happen on all devices or on none."""
     valid = [bundle.valid for bundle in bundles if bundle.valid is not None]
     return not _compat.varying_over(jax.tree.leaves(valid))
-

@@ -30,6 +30,7 @@ from lox._data import _arrays, _bundle, _lanes
 from lox._data._bundle import Bundle, Keys, Site
 from lox._data._lanes import Laned, is_laned, pick, unnamed, with_lane
 from lox._data._logdict import SINGLE, Layout, logdict
+from lox._engine import _devices
 
 # Takes the packet of one call, and the token, inverted if events are unordered. May return another token, or what
 # `ask` asks for.
@@ -419,6 +420,8 @@ def _lower(
     if form.signal == RELEASE and _compat.is_on_one_device(ctx):
         ctx.set_tokens_out(ctx.tokens_in)
         return [operands[0]]
+    if not everywhere and _compat.is_gathered(ctx):
+        _check_not_gathered(ctx, form, operands[1:])
     params: dict[str, Any] = dict(deliver=deliver, form=form, ordered=ordered, everywhere=everywhere)
     if everywhere and _compat.is_called_once(ctx):
         bind = lambda *xs: emit_p.bind(*xs, conditional=conditional, **params)  # noqa: E731
@@ -436,13 +439,23 @@ def _lower(
     return _compat.lower_in_whole_bytes(ctx, numbered, operands, waits=everywhere, answers=form.signal == BEGIN)
 
 
+def _check_not_gathered(ctx: Any, form: Form, operands: Sequence[Any]) -> None:
+    bundles = form.content(map(_devices.Operand, operands, ctx.avals_in[1:])).bundles
+    for bundle, (keys, site) in zip(bundles, form.origin or (), strict=False):
+        for key in keys:
+            shape = _devices.gathered_shape(bundle.treedef(key), bundle.leaves(key), bundle.lead)
+            if shape is not None:
+                raise _errors.LogTypeError(_devices.why_not(key, site, shape))
+
+
 def _emit_if_valid(token: Any, *operands: Any, **params: Any) -> list[Any]:
     # Only at lowering: vmap would turn an earlier cond into a select, and make the call unconditional.
     emit = lambda token: emit_p.bind(token, *operands, conditional=False, **params)  # noqa: E731
     return jax.lax.cond(params["form"].any_valid(operands), emit, lambda token: [token], token)
 
 
-mlir.register_lowering(emit_p, _lower)
+# Not cacheable: JAX would lower it to a function of its own, in which it is unknown where operands come from.
+mlir.register_lowering(emit_p, _lower, cacheable=False)
 
 
 def _batch(axis_data: Any, operands: Any, dims: Any, *, form: Form, **params: Any) -> Any:
