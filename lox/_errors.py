@@ -144,10 +144,18 @@ def unbounded_loop(key: str, site: str) -> SpoolError:
 def in_other_processes(keys: Iterable[str], shape: tuple[int, ...]) -> LogTypeError:
     """Return the error for a value of which this process has only a part."""
     return LogTypeError(
-        f"{listing(keys) or 'a step'} has an array of shape {shape} that is spread over several processes: each of them "
-        "has a part.\n"
+        f"{listing(keys) or 'a step'} has an array of shape {shape} that is spread over several processes: each has a "
+        "part of it.\n"
         "Either log what all of them have, such as a mean, a norm or a `lox.Histogram`, computed inside of `jit`,\n"
         "or give it to a `lox.SaveLogger`, which writes the parts: `logger.log(state, logs)`."
+    )
+
+
+def of_this_process(logger: str) -> LoxError:
+    """Return the error for events of a process whose logger writes nothing."""
+    return LoxError(
+        f"events of the devices of this process were not written: {logger} writes in the first process. Set "
+        '`logger.process = "all"` for runs of every process, or use a `lox.SaveLogger`, to which all of them write.'
     )
 
 
@@ -167,6 +175,18 @@ def unreduced(key: str, site: str, axes: Iterable[str]) -> LogTypeError:
         f"so each device has one term of its sum.\n{logged_at}"
         "Either add them up first:       lox.log({...: jax.reshard(x, jax.P())})\n"
         "or return it with the others:   lox.spool(f)"
+    )
+
+
+def gathered(key: str, site: str, shape: tuple[int, ...], most: int) -> str:
+    """What is wrong with a large value that is sent to the host from a program on several devices."""
+    logged_at = f"  logged at {site}\n" if site else ""
+    return (
+        f"cannot send {key!r} of shape {shape} to the host from a program on several devices: it has more than {most} "
+        f"elements, whose parts would be gathered from all of them at every event.\n{logged_at}"
+        "Either log what is small:          lox.Histogram(x), a mean, a norm\n"
+        "or log the part of each device:    inside of `jax.shard_map`\n"
+        "or leave it where it is:           lox.spool(f)"
     )
 
 

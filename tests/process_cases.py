@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 
 case, directory, number, processes, port = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // processes}"
@@ -152,6 +153,72 @@ def parts_killed():
     logger.close()
     print(json.dumps("closed"), flush=True)
     os._exit(0)  # without the others, JAX would wait for them
+
+
+def ragged():
+    """Logs of a branch, whose empty slots are removed, and arrays of which each process has a part."""
+
+    def step(x, i):
+        jax.lax.cond(x.mean() > 5, lambda: (lox.log({"mean": x.mean(), "x": x}, step=i), None)[1], lambda: None)
+        return x + 1, None
+
+    def f(x):
+        return jax.lax.scan(step, x, jnp.arange(5))[0]
+
+    _, logs = lox.spool(jax.jit(f))(XS)
+    _, padded = jax.jit(lox.spool(f))(XS)
+    if processes > 1:
+        assert str(logs) == "{'mean': [5.5, 6.5, 7.5], 'x': float32[3,8]}", str(logs)
+        assert str(padded) == "{'mean': [-, -, 5.5, 6.5, 7.5], 'x': float32[5,8]}", str(padded)
+    assert str(logs["x"].sharding.spec) == str(PartitionSpec(None, "x"))
+    with lox.SaveLogger(directory) as logger:
+        state = logger.init(KEYS[0])
+        logger.log(state, logs)
+        logger.log(state, padded, prefix="padded/")
+        logger.spool(jax.jit(f), state, prefix="spool/")(XS)
+        logger.spool(f, state, prefix="eager/")(XS)
+
+
+def inside():
+    """Begin runs inside of programs: one for all processes, and one for each device."""
+    logger = lox.SaveLogger(directory)
+
+    def f(key, x):
+        state = logger.init(key)
+        return state, logger.tap(lambda x: lox.log({"mean": x.mean()}, step=1), state)(x)
+
+    def on_device(words, x):
+        f(words[0], x)
+        return x
+
+    state, _ = jax.jit(f)(jax.random.key(7), XS)
+    logger.log(state, {"late": 2.0})
+    if processes > 1:
+        try:
+            logger.log(state, {"w": XS})
+        except lox.LoxError as error:
+            assert "'w' has" in str(error) and "begun inside of `jit`" in str(error), error
+    words = spread(np.asarray(jax.vmap(jax.random.key_data)(jax.vmap(jax.random.key)(jnp.arange(4)))))
+    spec = PartitionSpec("x")
+    jax.jit(jax.shard_map(on_device, mesh=MESH, in_specs=spec, out_specs=spec))(words, XS).block_until_ready()
+    logger.close()
+
+
+def tracker_parts():
+    """A tracker cannot take parts of arrays, nor events of devices of other processes."""
+    logger = lox.loggers.MultiLogger(lox.SaveLogger(directory + "/save"), lox.loggers.JsonlLogger(directory + "/json"))
+    state = logger.init(KEYS[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lox.LoxWarning)
+        logger.log(state, {"w": XS, "a": 1.0}, step=0)
+        logger.log(state, {"a": 2.0}, step=1)
+        spec = PartitionSpec("x")
+        body = lambda x: (lox.log({"large": jnp.zeros(100) + x[0]}), x)[1]  # noqa: E731
+        logger.tap(jax.jit(jax.shard_map(body, mesh=MESH, in_specs=spec, out_specs=spec)), state)(XS)
+        try:
+            logger.close()
+        except Exception as error:
+            return [str(e) for e in getattr(error, "exceptions", [error])]
 
 
 def jsonl():

@@ -32,18 +32,19 @@ def run(case: str, path: Path, processes: int) -> list[Any]:
         subprocess.Popen([*command, str(n), str(processes), str(port)], stdout=output, stderr=subprocess.STDOUT)
         for n, output in enumerate(outputs)
     ]
-    results = []
-    for process, output in zip(started, outputs, strict=True):
-        try:
-            code = process.wait(timeout=240)
-        finally:
+    try:
+        codes = [process.wait(timeout=240) for process in started]
+    finally:
+        for process, output in zip(started, outputs, strict=True):
             process.kill()
-        output.seek(0)
-        lines = output.read().splitlines()
-        output.close()
+            process.wait()
+            output.close()
+    results = []
+    for output, code in zip(outputs, codes, strict=True):
+        lines = Path(output.name).read_text().splitlines()
+        assert code <= 0, "\n".join(lines[-30:])
         said = [line for line in lines if line[:1] in '[{"n' and _is_json(line)]
         results.append(json.loads(said[-1]) if code == 0 else code)
-        assert code <= 0, "\n".join(lines[-30:])
     return results
 
 
@@ -111,6 +112,33 @@ def same(logs: Any, expected: Any) -> None:
             assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes(), key
     for name in {*logs.steps, *expected.steps}:
         assert sorted(map(str, logs.steps[name].items())) == sorted(map(str, expected.steps[name].items()))
+
+
+@pytest.mark.parametrize("case", ["ragged", "inside"])
+def test_the_same_runs_as_from_one_process(tmp_path: Path, case: str) -> None:
+    for processes, name in ((1, "one"), (2, "two")):
+        run(case, tmp_path / name, processes)
+    one, two = (sorted((r.name, r.events, r.state) for r in lox.runs(tmp_path / name)) for name in ("one", "two"))
+    assert one == two
+    for name, *_ in one:
+        same(lox.load(tmp_path / "two", name), lox.load(tmp_path / "one", name))
+
+
+def test_a_tracker_takes_whole_arrays(tmp_path: Path) -> None:
+    first, second = run("tracker_parts", tmp_path / "two", 2)
+    assert len(first) == 1 and first[0].startswith(
+        "'w' has an array of shape (8,) that is spread over several processes"
+    )
+    assert len(second) == 1 and "events of the devices of this process were not written: JsonlLogger" in second[0]
+    (file,) = (tmp_path / "two" / "json").iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert lines[:2] == [{"step": 0, "a": 1.0}, {"step": 1, "a": 2.0}]
+    assert sorted(line["large"][0] for line in lines[2:]) == [0.0, 2.0]
+    logs = lox.load(tmp_path / "two" / "save", "7")
+    assert logs["w"].tolist() == [[*range(8)]] and logs["a"].tolist() == [1.0, 2.0]
+    assert sorted(logs["large"][:, 0].tolist()) == [0.0, 2.0, 4.0, 6.0]
+    order = np.argsort(logs.steps["x"]["large"])
+    assert logs["large"][order, 0].tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
 def test_parts_of_a_process_that_is_killed_are_missing(tmp_path: Path) -> None:

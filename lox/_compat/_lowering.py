@@ -28,24 +28,28 @@ def mark_program(ctx: Any, mark: LogMark) -> None:
         ctx.module_context.add_keepalive(mark)
 
 
-def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False) -> Any:
+def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False, answers: bool = False) -> Any:
     """Emit a host call of `callback(token, *arrays)`, which returns the next token, and results if there are any.
 
     Not `jax.debug.callback`, which is twenty times slower and starts a computation inside the callback, which may
-    deadlock: this passes NumPy arrays. On several devices the callback gets `~token`, a negative number, and the token
-    does not wait for it, unless it `waits`, inside of shard_map.
+    deadlock: this passes NumPy arrays. On several devices the callback gets `~token`, a negative number. Inside of
+    shard_map the next token is a result of the call, so that each device makes its calls in order. Outside, where one
+    device calls for all, the others do not wait for its calls, unless it `answers`.
     """
     axis_context = ctx.module_context.axis_context
-    if len(ctx.avals_out) > 1 or getattr(axis_context, "num_devices", None) == 1:
+    if is_on_one_device(ctx):
         return lower_host_call(ctx, callback, *operands)
 
-    def unordered(token: Any, *arrays: Any) -> Any:
-        callback(np.invert(token), *arrays)
-        return ()
+    def one_of_several(token: Any, *arrays: Any) -> Any:
+        token, *results = callback(np.invert(token), *arrays)
+        return np.invert(token), *results
 
-    def in_time(*arrays: Any) -> Any:
-        unordered(*map(np.asarray, arrays))
-        return [np.array(arrays[0])]
+    if len(ctx.avals_out) > 1:
+        return lower_host_call(ctx, one_of_several, *operands)
+
+    def unordered(*arrays: Any) -> Any:
+        one_of_several(*arrays)
+        return ()
 
     if isinstance(axis_context, SPMDAxisContext):
         # Inside shard_map every device calls. If some mesh axes are left to the compiler, JAX has to gather first.
@@ -55,30 +59,30 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False)
 
             def call(*arrays: Any) -> Any:
                 if in_order:
-                    return io_callback(in_time, [jax.ShapeDtypeStruct((), np.int32)], *arrays)
+                    shapes = (jax.ShapeDtypeStruct((), np.int32),)
+                    return io_callback(lambda *a: one_of_several(*map(np.asarray, a)), shapes, *arrays)
                 jax.debug.callback(lambda *a: unordered(*map(np.asarray, a)), *arrays)
-                return [arrays[0]]
+                return (arrays[0],)
 
             def call_from_first(*arrays: Any) -> Any:
-                return lax.cond(is_first(rest), call, lambda *arrays: [arrays[0]], *arrays)
+                return lax.cond(is_first(rest), call, lambda *arrays: (arrays[0],), *arrays)
 
             def emit(*arrays: Any) -> Any:
                 if in_order or explicit_beside_manual():
                     # JAX does not gather over explicit axes, and has host calls with results only where all are manual.
                     whole = tuple(_whole(x) for x in arrays)
                     specs = (jax.sharding.PartitionSpec(),) * len(whole)
-                    on_each = jax.shard_map(call_from_first, in_specs=specs, out_specs=[specs[0]], axis_names=set(rest))
+                    on_each = jax.shard_map(call_from_first, in_specs=specs, out_specs=specs[:1], axis_names=set(rest))
                     return on_each(*whole)
                 return call(*arrays)
 
             return mlir.lower_fun(emit, multiple_results=True)(ctx, *operands)
-        if waits:
-            return _call_in_order(ctx, in_time, operands, "MANUAL")
-        kind = "MANUAL"
-    else:
-        kind = "MAXIMAL"  # the whole array, on the first device
+        ctx.set_tokens_out(ctx.tokens_in)
+        return _call_in_order(ctx, one_of_several, operands, "MANUAL")
+    if answers:
+        return lower_host_call(ctx, one_of_several, *operands)
     inner = ctx.replace(avals_out=[])
-    _call_in_order(inner, unordered, operands, kind)
+    _call_in_order(inner, unordered, operands, "MAXIMAL")  # the whole array, on the first device
     ctx.set_tokens_out(inner.tokens_out or ctx.tokens_in)
     return [operands[0]]
 
@@ -92,6 +96,39 @@ def is_called_once(ctx: Any) -> bool:
     """Whether a host call in this program on several devices comes from the first of them only."""
     axis_context = ctx.module_context.axis_context
     return not isinstance(axis_context, SPMDAxisContext) and getattr(axis_context, "num_devices", 1) > 1
+
+
+def is_gathered(ctx: Any) -> bool:
+    """Whether a host call in this program takes whole arrays, whose parts may be on several devices."""
+    axis_context = ctx.module_context.axis_context
+    if isinstance(axis_context, SPMDAxisContext):
+        return axis_context.manual_axes != frozenset(axis_context.mesh.axis_names)
+    return getattr(axis_context, "num_devices", 1) > 1
+
+
+def is_whole(value: Any, aval: Any) -> bool:
+    """Whether every device is known to have the whole of an array: by its type, or because it is a constant."""
+    mesh = aval.sharding.mesh
+    if not mesh.empty and jax.sharding.AxisType.Auto not in mesh.axis_types:
+        return not explicit_axes(aval)
+    return _is_constant(value)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether an array of a program that is being lowered depends on nothing but constants, as far as is known."""
+    found, rest = 0, [value]
+    while rest:
+        op = getattr(rest.pop().owner, "operation", None)  # else it is an argument of a function or of a loop
+        found += 1
+        if op is None or found > _LONGEST or len(op.regions) or not op.name.startswith("stablehlo."):
+            return False
+        if op.name == "stablehlo.custom_call":
+            return False
+        rest += op.operands
+    return True
+
+
+_LONGEST = 100  # operations to look at, as the search may meet the same ones again
 
 
 def lower_on_all_devices(ctx: Any, fun: Any, operands: Any) -> Any:
@@ -121,7 +158,7 @@ def lower_agreement(ctx: Any, token: Any, failed: Any) -> Any:
     return [x for xs in outs for x in (xs if isinstance(xs, list) else [xs])]
 
 
-def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, waits: bool = False) -> Any:
+def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, **options: Any) -> Any:
     """`lower_callback` for any dtype: numbers of less than 8 bits are sent in a wider dtype.
 
     XLA packs several of them into a byte, but JAX 0.7 reads the bytes with NumPy, which does not.
@@ -129,7 +166,7 @@ def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, waits: bool = F
     dtypes = [a.dtype for a in ctx.avals_in]
     wide = [_in_whole_bytes(d) for d in dtypes]
     if wide == dtypes:
-        return lower_callback(ctx, callback, *operands, waits=waits)
+        return lower_callback(ctx, callback, *operands, **options)
 
     def narrowing(*arrays: Any) -> Any:
         return callback(*[x.astype(d) for x, d in zip(arrays, dtypes, strict=True)])
@@ -141,7 +178,7 @@ def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, waits: bool = F
     widened = mlir.lower_fun(widen, multiple_results=True)(ctx.replace(avals_out=avals), *operands)
     inner = ctx.replace(avals_in=avals)
     wide_operands = [x for xs in widened for x in (xs if isinstance(xs, list) else [xs])]
-    outs = lower_callback(inner, narrowing, *wide_operands, waits=waits)
+    outs = lower_callback(inner, narrowing, *wide_operands, **options)
     if inner.tokens_out is not None:
         ctx.set_tokens_out(inner.tokens_out)
     return outs
@@ -163,8 +200,8 @@ def _whole(x: Any) -> Any:
 
 def _callback_sharding(kind: str) -> Any:
     if jax.config.jax_use_shardy_partitioner:
-        whole = SdyArray(mesh_shape=(), dim_shardings=(), logical_device_ids=(0,))
-        return SdyArrayList((whole,))
+        devices = (0,) if kind == "MAXIMAL" else ()
+        return SdyArrayList((SdyArray(mesh_shape=(), dim_shardings=(), logical_device_ids=devices),))
     sharding = xla_client.OpSharding()
     sharding.type = getattr(xla_client.OpSharding.Type, kind)
     if kind == "MAXIMAL":

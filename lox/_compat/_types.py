@@ -51,6 +51,12 @@ def is_without_order() -> bool:
     return jax.sharding.AxisType.Manual in kinds and len(kinds) > 1
 
 
+def manual_axes_here() -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of the shard_maps around this place, as if it were one; empty if there is none."""
+    manual = tuple(name for name, kind in _axis_types().items() if kind == jax.sharding.AxisType.Manual)
+    return (manual,) if manual else ()
+
+
 def axes_without_host_calls() -> list[str]:
     """The explicit axes of the mesh that keep this place from calling the host."""
     return explicit_beside_manual() if jax.__version_info__ < (0, 11) else []  # XLA could not lower it before
@@ -228,6 +234,16 @@ def zeros_along(x: Any, axis: int) -> Any:
     shardings = axis_shardings(x)
     sharding = shardings[axis] if shardings else None
     return jnp.asarray(zeros) if sharding is None else shard_axes(jnp.asarray(zeros), {0: sharding})
+
+
+def unsharded(fun: Any, x: Any) -> Any:
+    """Apply a function to an array, of whose explicit sharding its results have nothing; XLA finds out how."""
+    aval = aval_of(x)
+    sharding = explicit_sharding(aval) if explicit_axes(aval) else None
+    if sharding is None:
+        return fun(x)
+    whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.sharding.auto_axes(fun, out_sharding=whole)(x)
 
 
 def beside(others: Any, tree: Any) -> Any:

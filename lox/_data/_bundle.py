@@ -10,7 +10,9 @@ axis nor a copy. All functions take NumPy arrays too, and then never touch JAX, 
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -140,6 +142,12 @@ class Bundle:
         if not self.single:
             return self
         return dataclasses.replace(jax.tree.map(lambda x: numpy_for(x).expand_dims(x, axis), self), single=False)
+
+
+def any_valid(bundles: Iterable[Bundle]) -> Any:
+    """Whether any event happened in any lane."""
+    valids = [bundle.valid for bundle in bundles]
+    return functools.reduce(operator.or_, [jnp.ones((), bool) if v is None else jnp.any(v.tree) for v in valids])
 
 
 def together(bundles: Iterable[tuple[int, Bundle]]) -> list[Keys]:

@@ -19,7 +19,8 @@ _EDGE = 3
 
 def compact(logs: "logdict") -> str:
     """Format as `{'xs': [0, 1, 2], 'loss': 0.1}`, without empty slots; where only some lanes are empty they are `-`."""
-    if logs.valid and not any(_is_abstract(x) for x in jax.tree.leaves(logs)):
+    # Nothing is computed on arrays of several processes: perhaps only one of them prints.
+    if logs.valid and not any(_is_abstract(x) or _compat.is_global(x) for x in jax.tree.leaves(logs)):
         logs = logs.without_empty_slots()
     return "{" + ", ".join(f"{k!r}: {_value(v, logs.valid.get(k))}" for k, v in logs.items()) + "}"
 

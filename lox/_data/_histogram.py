@@ -210,11 +210,17 @@ def _numbers(x: Any) -> Any:
         raise _errors.LogTypeError(f"`lox.Histogram` got an array of {x.dtype}: it counts real numbers.")
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise _errors.LogTypeError(f"`lox.Histogram` got an array of {x.dtype}: take `abs`, or the real part.")
-    return jnp.ravel(jax.lax.stop_gradient(jnp.asarray(x))).astype(jnp.float32)
+    return jax.lax.stop_gradient(jnp.asarray(x)).astype(jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)  # outside of jit, one program instead of many
 def _count(x: Any, edges: Edges) -> tuple[Any, Any, Any, Any]:
+    return _compat.unsharded(lambda x: _count_all(x, edges), x)
+
+
+# As one program outside of jit, instead of many. In the shape that the values have: to flatten them, XLA would have to
+# gather them if they are sharded.
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _count_all(x: Any, edges: Edges) -> tuple[Any, Any, Any, Any]:
     bins = len(edges.values) - 1
     finite = jnp.isfinite(x)
     x = jnp.where(finite, x, jnp.zeros_like(x))

@@ -14,7 +14,6 @@ may be merged and dropped.
 import dataclasses
 import functools
 import itertools
-import operator
 import re
 import threading
 import traceback
@@ -31,6 +30,7 @@ from lox._data import _arrays, _bundle, _lanes
 from lox._data._bundle import Bundle, Keys, Site
 from lox._data._lanes import Laned, is_laned, pick, unnamed, with_lane
 from lox._data._logdict import SINGLE, Layout, logdict
+from lox._engine import _devices
 
 # Takes the packet of one call, and the token, inverted if events are unordered. May return another token, or what
 # `ask` asks for.
@@ -112,17 +112,23 @@ def once(emit: Callable[[list[str], Any], Any], parts: dict[str, Any], alike: fr
     A key that is the same on all devices along some mesh axes of a shard_map leaves from the first device, together
     with keys that vary. `alike` are the axes along which devices differ only in values whose types say so.
     """
+    varying = {key: _compat.varying_over(jax.tree.leaves(part)) for key, part in parts.items()}
+    return from_first(emit, {key: alike - axes for key, axes in varying.items()}, token)
+
+
+def from_first(emit: Callable[[list[str], Any], Any], first: dict[str, frozenset[Any]], token: Any) -> Any:
+    """Emit each key by `emit(keys, token)` from the first device along some mesh axes; returns the next token."""
     groups: dict[frozenset[Any], list[str]] = {}
-    for key, part in parts.items():
-        groups.setdefault(alike - _compat.varying_over(jax.tree.leaves(part)) if alike else alike, []).append(key)
+    for key, axes in first.items():
+        groups.setdefault(axes, []).append(key)
     from_all = groups.pop(frozenset(), [])
     if from_all and len(groups) != 1:
         token, from_all = emit(from_all, token), []
     for axes, keys in groups.items():
-        from_first = [key for key in parts if key in (*keys, *from_all)]
+        both = [key for key in first if key in (*keys, *from_all)]
         token = jax.lax.cond(
             _compat.is_first(axes),
-            functools.partial(emit, from_first),
+            functools.partial(emit, both),
             functools.partial(emit, from_all) if from_all else lambda token: token,
             token,
         )
@@ -151,7 +157,7 @@ def _abstract_eval(token: Any, *avals: Any, form: "Form", ordered: bool, **param
 BEGIN = "begin"  # signal: begin with an empty buffer, whose number becomes the token
 FLUSH = "flush"  # signal: deliver what is buffered
 END = "end"  # signal: end the runs of the route
-RELEASE = "release"  # signal: the end of a program on several devices, with a number for whether any has failed
+RELEASE = "release"  # signal: the end of a program on several devices; with `everywhere`, whether any has failed
 
 
 class Content(NamedTuple):
@@ -212,8 +218,7 @@ class Form:
 
     def any_valid(self, operands: Iterable[Any]) -> Any:
         """Whether any event is valid in any lane."""
-        valids = [bundle.valid for bundle in self.content(operands).bundles]
-        return functools.reduce(operator.or_, [jnp.ones((), bool) if v is None else jnp.any(v.tree) for v in valids])
+        return _bundle.any_valid(self.content(operands).bundles)
 
 
 class Packet:
@@ -452,12 +457,15 @@ def _lower(
     ctx: Any, *operands: Any, deliver: Deliver, form: Form, conditional: bool, ordered: bool, everywhere: bool
 ) -> Any:
     if form.signal == RELEASE and _compat.is_on_one_device(ctx):
+        ctx.set_tokens_out(ctx.tokens_in)
         return [operands[0]]
+    if not everywhere and _compat.is_gathered(ctx):
+        _check_not_gathered(ctx, form, operands[1:])
     params: dict[str, Any] = dict(deliver=deliver, form=form, ordered=ordered, everywhere=everywhere)
     if everywhere and _compat.is_called_once(ctx):
         bind = lambda *xs: emit_p.bind(*xs, conditional=conditional, **params)  # noqa: E731
         return _compat.lower_on_all_devices(ctx, bind, operands)
-    if form.signal == RELEASE:
+    if form.signal == RELEASE and everywhere:
         operands = _compat.lower_agreement(ctx, *operands)
     if conditional:
         return mlir.lower_fun(_emit_if_valid, multiple_results=True)(ctx, *operands, **params)
@@ -469,7 +477,16 @@ def _lower(
         except BaseException as error:
             raise CallbackError(error) from error
 
-    return _compat.lower_in_whole_bytes(ctx, numbered, operands, waits=everywhere)
+    return _compat.lower_in_whole_bytes(ctx, numbered, operands, waits=everywhere, answers=form.signal == BEGIN)
+
+
+def _check_not_gathered(ctx: Any, form: Form, operands: Sequence[Any]) -> None:
+    bundles = form.content(map(_devices.Operand, operands, ctx.avals_in[1:])).bundles
+    for bundle, (keys, site) in zip(bundles, form.origin or (), strict=False):
+        for key in keys:
+            shape = _devices.gathered_shape(bundle.treedef(key), bundle.leaves(key), bundle.lead)
+            if shape is not None:
+                raise _errors.LogTypeError(_devices.why_not(key, site, shape))
 
 
 def _emit_if_valid(token: Any, *operands: Any, **params: Any) -> list[Any]:
@@ -478,7 +495,8 @@ def _emit_if_valid(token: Any, *operands: Any, **params: Any) -> list[Any]:
     return jax.lax.cond(params["form"].any_valid(operands), emit, lambda token: [token], token)
 
 
-mlir.register_lowering(emit_p, _lower)
+# Not cacheable: JAX would lower it to a function of its own, in which it is unknown where operands come from.
+mlir.register_lowering(emit_p, _lower, cacheable=False)
 
 
 def _batch(axis_data: Any, operands: Any, dims: Any, *, form: Form, **params: Any) -> Any:

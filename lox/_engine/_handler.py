@@ -166,12 +166,20 @@ class Frame:
     `unbounded` says that the block repeats an unknown number of times, so that nothing can be stacked.
     `scope` has the scopes around the block, and `eqn_scope` those around the current equation, as prefixes of keys.
     `alike` are the mesh axes along which all devices run the block and differ only in values whose types say so.
+    `devices` has the mesh axes of every shard_map around the block, outermost first.
     """
 
     def __init__(
-        self, handler: Handler, state: Any, unbounded: bool = False, scope: str = "", alike: frozenset[Any] = _NO_AXES
+        self,
+        handler: Handler,
+        state: Any,
+        unbounded: bool = False,
+        scope: str = "",
+        alike: frozenset[Any] = _NO_AXES,
+        devices: tuple[tuple[Any, ...], ...] = (),
     ):
-        self.handler, self.state, self.unbounded, self.scope, self.alike = handler, state, unbounded, scope, alike
+        self.handler, self.state, self.unbounded, self.scope = handler, state, unbounded, scope
+        self.alike, self.devices = alike, devices
         self.pieces: list[Any] = []
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
@@ -188,7 +196,8 @@ class Frame:
 
     def block(self, state: Any, unbounded: bool = False, decision: Any = None) -> "Frame":
         """A frame for a block inside this one, which runs depending on a value of the type `decision`."""
-        return Frame(self.handler, state, self.unbounded or unbounded, self.eqn_scope, self.alike_after(decision))
+        where = self.eqn_scope, self.alike_after(decision), self.devices
+        return Frame(self.handler, state, self.unbounded or unbounded, *where)
 
     def alike_after(self, decision: Any) -> frozenset[Any]:
         """The mesh axes along which all devices still run the same, if a value of that type decides."""

@@ -229,7 +229,7 @@ def transformed(frame: Frame, jaxpr: Any, state: Any, once: bool = False, decisi
     of that value.
     """
     cache = _transformed.setdefault(jaxpr, {})
-    block = (frame.unbounded, frame.eqn_scope, frame.alike_after(decision))
+    block = (frame.unbounded, frame.eqn_scope, frame.alike_after(decision), frame.devices)
     cache_key = (frame.handler, block, signature(state), _compat.debugged())
     if cache_key not in cache:
         cache[cache_key] = Transformed(frame.handler, jaxpr, state, *block)

@@ -6,7 +6,7 @@ surrounding transformation decides what the effect is; without one, lowering sen
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -18,8 +18,8 @@ from lox import _compat, _errors
 from lox._data import _reduce
 from lox._data._lanes import Laned, flag_of, with_lane
 from lox._data._logdict import logdict
-from lox._data._sites import call_site
-from lox._engine import _emit, _hidden, _selection, _sink
+from lox._data._sites import call_site, warn
+from lox._engine import _devices, _emit, _hidden, _selection, _sink
 from lox._engine._event import Event, Meta
 
 log_p = _compat.Primitive(_compat.LOG_NAME)
@@ -45,9 +45,11 @@ def _impl(*operands: Any, meta: Meta) -> list[Any]:
     return []
 
 
-def _to_sink(meta: Meta, operands: Any, scope: str) -> None:
-    event = Event.from_operands(meta, operands, scope).in_scope()
-    _emit.emit(_sink.deliver, [event.bundle(event.values)])
+def _to_sink(meta: Meta, operands: Any, scope: str, left_out: Container[str] = ()) -> None:
+    kept = [key for key in meta.keys if key not in left_out]
+    event = Event.from_operands(meta, operands, scope).only(kept).in_scope()
+    if kept:
+        _emit.emit(_sink.deliver, [event.bundle(event.values)])
 
 
 def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
@@ -57,12 +59,26 @@ def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
     if _compat.is_exporting(ctx):
         raise _errors.exported(meta.keys, meta.site)
     scope = _compat.scopes_in(ctx.name_stack)
+    left_out = _gathered(ctx, operands, meta) if _compat.is_gathered(ctx) else {}
+    for key, shape in left_out.items():
+        # Not an error: a library's log would break the programs of its users.
+        warn(f"{_devices.why_not(scope + key, meta.site, shape)}\nUntil then it is left out of what is printed.")
 
     def to_sink(*operands: Any) -> list[Any]:
-        _to_sink(meta, operands, scope)
+        _to_sink(meta, operands, scope, left_out)
         return []
 
     return mlir.lower_fun(to_sink, multiple_results=True)(ctx, *operands)
+
+
+def _gathered(ctx: Any, operands: Any, meta: Meta) -> dict[str, tuple[int, ...]]:
+    """The keys that are too large to gather their parts from all devices, and their shapes."""
+    left_out, rest = {}, iter(map(Laned, map(_devices.Operand, operands, ctx.avals_in), meta.flags))
+    for key, treedef in zip(meta.keys, meta.treedefs, strict=True):
+        shape = _devices.gathered_shape(treedef, [next(rest) for _ in range(treedef.num_leaves)])
+        if shape is not None:
+            left_out[key] = shape
+    return left_out
 
 
 # Not cacheable: JAX would lower equal equations once and lose their name stacks.

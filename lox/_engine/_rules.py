@@ -393,7 +393,7 @@ def _shard_map(frame: Frame, primitive: Any, params: dict[str, Any], args: list[
 
     def varying(laned: Laned) -> tuple[str, ...]:
         axes = [_compat.varying_axes(_compat.aval_of(x)) if check else manual for x in jax.tree.leaves(laned.tree)]
-        return tuple(a for a in mesh.axis_names if a in frozenset().union(*axes))
+        return tuple(a for a in mesh.axis_names if a in manual and a in frozenset().union(*axes))
 
     def leave(laned: Laned, lead: int) -> Laned:
         names = varying(laned)
@@ -443,6 +443,7 @@ def _shard_map(frame: Frame, primitive: Any, params: dict[str, Any], args: list[
             inner = frame.block(given)
             # Unless JAX checks what varies, types do not show it, not even for the axes of outer shard_maps.
             inner.alike = inner.alike | manual if check else frozenset()
+            inner.devices = (*frame.devices, tuple(a for a in mesh.axis_names if a in manual))
             with _compat.given_up_by(Retrace):
                 outs = interpret(inner, jaxpr, xs)
                 try:

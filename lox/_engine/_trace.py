@@ -257,6 +257,7 @@ def run_function(
     """
     with _compat.own_transfers():
         frame = Frame(handler, {**handler.initial_state(), **given} if given else handler.initial_state())
+        frame.devices = _compat.manual_axes_here()
     names = handler.names if whole else None
     frame.logged = None if names is None else {}
     current = _compat.take_current_trace()

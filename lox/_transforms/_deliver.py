@@ -19,7 +19,7 @@ from lox import _compat, _errors
 from lox._data import _bundle
 from lox._data._bundle import Bundle, Models, check_fit_all
 from lox._data._logdict import logdict
-from lox._engine._emit import BEGIN, FLUSH, Deliver, Packet
+from lox._engine._emit import BEGIN, FLUSH, RELEASE, Deliver, Packet
 
 Callback = Callable[[logdict], Any]
 _Kind = TypeVar("_Kind", bound="HostFunction")
@@ -36,6 +36,9 @@ class HostFunction:
     def __call__(self, packet: Packet, token: int = 0) -> int | None:
         """Take a packet, on the host."""
         raise NotImplementedError
+
+    def end(self, token: int) -> None:
+        """Called when no more packets of the program with this token will come."""
 
 
 _numbers = itertools.count(1)  # of whatever tokens stand for
@@ -63,6 +66,7 @@ class Lookup:
         def release() -> None:
             self._functions.pop(number, None)
             self._unused.setdefault(device, []).append((number, token))
+            function.end(number)
 
         return Connection(self, {"token": token}, function, release)
 
@@ -86,7 +90,7 @@ class Connection(NamedTuple):
     deliver: Deliver  # what is compiled in
     given: dict[str, Any]  # the token, if the function is looked up
     function: HostFunction  # which must exist while packets may come
-    release: Callable[[], None]  # called when no more packets will come
+    release: Callable[[], None]  # called when no more packets will come; raises what was kept until then
 
 
 def connect(function: HostFunction) -> Connection:
@@ -97,14 +101,40 @@ def connect(function: HostFunction) -> Connection:
 
 
 class Delivery(HostFunction):
-    """Delivers every event to the callback as it arrives."""
+    """Delivers every event to the callback as it arrives.
+
+    If the callback raises in a program on several devices, the exception is kept until the program ends: it would stop
+    one device only, and the others would wait for that one until XLA ends the process. No more events are delivered.
+    """
+
+    def __init__(self, callback: Callback):
+        super().__init__(callback)
+        self._raised: dict[int, BaseException] = {}  # by program
 
     def __call__(self, packet: Packet, token: int = 0) -> int | None:
         """Take the events of one call, on the host."""
+        if not packet.one_of_several:
+            return self.take(packet, token)
+        number = ~token
+        try:
+            new = None if number in self._raised else self.take(packet, number)
+        except BaseException as error:
+            self._raised[number], new = error, None
+        if packet.signal in (FLUSH, RELEASE):
+            self.end(number)
+        return None if new is None else ~new
+
+    def take(self, packet: Packet, token: int) -> int | None:
+        """Take the events of one call, in order."""
         del token
-        if logs := packet.logs():
+        if packet.signal is None and (logs := packet.logs()):
             self.callback(logs)
         return None
+
+    def end(self, token: int) -> None:
+        """Raise what the callback has raised."""
+        if (error := self._raised.pop(token, None)) is not None:
+            raise error
 
 
 class PacketDelivery(HostFunction):
@@ -157,8 +187,7 @@ class BufferedDelivery(Delivery):
     """Calls the user's callback once for several events: up to `size` of each key.
 
     Every execution of a program has its own buffer, whose number is the token: a compiled program may run several times
-    at once. Events of several devices are unordered, so it is unknown which is the last: they are delivered
-    immediately.
+    at once.
     """
 
     def __init__(self, callback: Callback, size: int):
@@ -166,16 +195,13 @@ class BufferedDelivery(Delivery):
         self.size = size
         self.pending: dict[int, Pending] = {}
 
-    def __call__(self, packet: Packet, token: int = 0) -> int | None:
+    def take(self, packet: Packet, token: int) -> int | None:
         """Keep the events, and pass them on if there are enough."""
         if packet.signal == BEGIN:
             number = next(_numbers)
             self.pending[number] = Pending()
             return number
         bundles = [part for bundle in packet.content().bundles if (part := bundle.occurred()) is not None]
-        if token < 0:
-            self._send(bundles)
-            return None
         pending = self.pending.pop(token, None) or Pending()  # they stay removed if the callback raises
         if packet.signal == FLUSH:
             self._send(pending.bundles)
@@ -187,7 +213,7 @@ class BufferedDelivery(Delivery):
         at_once = any(key in packet.at_once for bundle in bundles for key in bundle.keys)
         if at_once or max(pending.counts.values(), default=0) >= self.size:
             self._send(pending.bundles)
-            pending = Pending()
+            return None
         self.pending[token] = pending
         return None
 

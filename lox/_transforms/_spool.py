@@ -379,6 +379,8 @@ def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Calla
             if logs.dropped:  # there may be a warning, which must not be delayed but needs the values
                 warn_of_dropped(logs.dropped)
                 return out, logs.without_empty_slots()
+            if any(map(_compat.is_global, jax.tree.leaves(logs))):
+                return out, logs.without_empty_slots()  # now, in all processes: perhaps only one of them looks at it
             logs = logs.compacted_when_looked_at()
         return out, logs
 

@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+from jax import lax
 
+from lox import _compat
 from lox._data import _bundle
 from lox._data._bundle import Bundle, Keys
 from lox._data._lanes import Laned
-from lox._engine import _emit, _handler, _interpret
+from lox._engine import _devices, _emit, _handler, _interpret
 from lox._engine._emit import Deliver
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Tally
 from lox._engine._primitive import bind
 from lox._engine._selection import Names
-from lox._transforms._deliver import BufferedDelivery
+from lox._transforms._deliver import BufferedDelivery, Delivery
 from lox._transforms._fold import Fold
 from lox._transforms._slots import Buffer, Room, Tick
 from lox._transforms._spool import Collect
@@ -97,15 +99,29 @@ class Stream(Handler):
         self, frame: Frame, bundles: list[Bundle], at_once: Iterable[str] = (), conditional: bool = False
     ) -> None:
         """Emit events in one call, or in one for each way in which devices share them."""
-        at_once = [self.prefix + key for key in at_once]
 
-        def emit(keys: list[str], token: Any) -> Any:
-            parts = _bundle.without(bundles, arrays.keys() - keys)
-            leaving = [self.leaving(part.prefixed(self.prefix)) for part in parts]
-            return _emit.emit(self.deliver, leaving, token, self.route(frame), at_once=at_once, conditional=conditional)
+        def send(token: Any) -> Any:
+            parts = _devices.arranged(bundles, frame.devices, frame.alike)
+            first = {key: axes for axes, part in parts for key in part.keys}
+            every = frozenset().union(*frame.devices)
+            # Where each device sends its own, nobody knows which is the last.
+            hasty = [key for key, axes in first.items() if axes != every or _compat.is_without_order()]
+            options: Any = dict(at_once=[self.prefix + key for key in (*at_once, *hasty)], conditional=conditional)
 
-        arrays = {key: [b.leaves(key), b.steps, b.valid] for b in bundles for key in b.keys}
-        frame.state = {**frame.state, "token": _emit.once(emit, arrays, frame.alike, frame.state["token"])}
+            def emit(keys: list[str], token: Any) -> Any:
+                leaving = _bundle.without([part for _, part in parts], first.keys() - keys)
+                leaving = [self.leaving(part.prefixed(self.prefix)) for part in leaving]
+                return _emit.emit(self.deliver, leaving, token, self.route(frame), **options)
+
+            return _emit.from_first(emit, first, token)
+
+        token = frame.state["token"]
+        if conditional and frame.devices and _devices.are_valid_together(bundles):
+            # Nothing is gathered for events that no device sends.
+            token = lax.cond(_bundle.any_valid(bundles), send, lambda token: token, token)
+        else:
+            token = send(token)
+        frame.state = {**frame.state, "token": token}
 
     def leaving(self, bundle: Bundle) -> Bundle:
         """The events to send to the host."""
@@ -208,6 +224,9 @@ class Stream(Handler):
         for key, certain in frame.keys.items():
             if (key,) in folds:
                 self._emit(frame, [folds[key,].finish(certain)])
+        if isinstance(self.deliver, Delivery):
+            # Nobody waits for this program: if it runs on several devices, it says itself that it has come to its end.
+            return _emit.emit(self.deliver, [], frame.state["token"], signal=_emit.RELEASE)
         return frame.state["token"]
 
 

@@ -352,7 +352,7 @@ class Logger:
         if not isinstance(state.run, _compat.Tracer):
             with _compat.own_transfers():
                 number = int(state.run)
-            if number not in self._pipeline.runs:
+            if not self._pipeline.knows(number):
                 raise self._pipeline.unknown(number)
             if number in self._pipeline.ended:
                 raise self._pipeline.over(number)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lox.loggers._logger import Logger
 
 _numbers = itertools.count()  # of runs, unique in this process across loggers
+_FIRST_ALONE = 1 << 30
+_alone = itertools.count(_FIRST_ALONE)  # of runs that only this process of several has begun
 
 
 class Pipeline:
@@ -77,11 +79,15 @@ class Pipeline:
             self._connections[place] = connect(self.delivery)
         return self._connections[place]
 
+    def knows(self, number: int) -> bool:
+        """Whether this is a run of this logger, perhaps one that only another process has begun."""
+        return number in self.runs or (number >= _FIRST_ALONE and _compat.this_process().processes > 1)
+
     def unknown(self, number: int) -> _errors.LoxError:
         """Return the error for a run that is not one of this logger's."""
         return _errors.LoxError(
             f"{self.name} has no run number {number}: its state was made by another logger or in another process. "
-            "Call `init` of this one."
+            "Call `init` of this one, and if there are several processes, outside of `jit`."
         )
 
     def over(self, number: int) -> _errors.LoxError:
@@ -107,6 +113,9 @@ class Pipeline:
         configs = [tree.rebuild(given[first:]) for given in lanes if given is not None]
         run_names = names.of_runs(words, impl, configs, template) if words else []
         runs = list(map(functools.partial(self.new_run, impl), words, configs, run_names))
+        if packet.one_of_several and _compat.this_process().processes > 1:
+            for run in runs:  # other processes were not called, or begin others
+                run.id, run.alone = next(_alone), True
         if step is not None:
             for run, given in zip(runs, filter(None, lanes), strict=True):
                 run.resumed = step, given[1].item()
@@ -209,6 +218,8 @@ class Pipeline:
         packet = job.packet
         if isinstance(packet, SplitPacket):
             self._take_parts(packet, job.rename)
+        elif packet.signal is None and packet.one_of_several and self._is_idle:
+            self.errors.add(_errors.of_this_process(self.name), "taking events")
         elif packet.signal == END or self._writes_all or (packet.one_of_several and not self._is_idle):
             self.enqueue(job)
 
@@ -229,6 +240,11 @@ class Pipeline:
         # Every process counts the events of all, so that the parts of one have the same number.
         known = _compat.own_parts(content.route.tree, alone=False)
         runs = [number for _, ids in known for number in ids.reshape(-1).tolist()]
+        if any(number >= _FIRST_ALONE for number in runs):
+            raise _errors.LoxError(
+                f"{packet.error()}\nTheir run was begun inside of `jit`, and is known to one process only: call `init` "
+                "outside of it."
+            )
         before = {number: self._counted[number] for number in runs}
         self._counted.update(dict.fromkeys(runs, count))
         for cell in cells:
@@ -277,7 +293,7 @@ class Pipeline:
     def _finish(self, numbers: list[int]) -> None:
         for number in dict.fromkeys(numbers):
             if number not in self.runs:
-                if number >= 0:  # -1 in lanes that did not reach `init`
+                if number >= 0 and not self.knows(number):  # -1 in lanes that did not reach `init`
                     self.errors.add(self.unknown(number), "closing a run")
             elif number not in self.broken | self.ended:
                 self.ended.add(number)

@@ -49,6 +49,7 @@ class Run:
         self.resource: Any = None
         self.failure: BaseException | None = None
         self.resumed: tuple[str, Any] | None = None
+        self.alone = False  # whether other processes of the program have not begun it
 
     def __repr__(self) -> str:
         return f"<run {self.name!r}>"

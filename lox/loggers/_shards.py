@@ -24,12 +24,13 @@ from lox.store._structure import Shards
 Bounds = tuple[int, int]  # where a part begins and ends
 
 
-class Cell(NamedTuple):
+@dataclasses.dataclass
+class Cell:
     """Some events of some runs: what this process has of them."""
 
-    events: Bundle  # whose values are `Shards`
+    events: list[Bundle]  # whose values are `Shards`
     route: Laned
-    numbers: np.ndarray  # of the events, in the call that brings them
+    numbers: np.ndarray | None  # of the events, in the call that brings them; None for a single event
 
 
 class _Part(NamedTuple):
@@ -41,19 +42,25 @@ class _Part(NamedTuple):
 
 
 def cells(content: Content) -> tuple[list[Bundle], list[Cell], int]:
-    """Return the events that all processes have, what this one has of the others, and how many numbers those have."""
-    whole, mine, count = [], [], 0
+    """Return events that all processes have, what this one has of the others, and how many numbers those have."""
+    whole: list[Bundle] = []
+    mine: dict[Any, Cell] = {}
+    count = 0
     assert content.route is not None
+    runs = _axes.lanes(content.route.flags)
     for bundle in content.bundles:
-        if not any(_compat.is_split(x) for x in jax.tree.leaves(bundle)):
-            whole.append(jax.tree.map(_compat.own_copy, bundle))
+        lanes = {n for x in jax.tree.leaves(bundle, is_leaf=_lanes.is_laned) for n in _axes.lanes(x.flags)}
+        if not any(_compat.is_split(x) for x in jax.tree.leaves(bundle)) and not lanes <= {*runs}:
+            whole.append(jax.tree.map(_compat.own_copy, bundle))  # with lanes inside of runs, which others have too
             continue
-        mine += _cells(bundle, content.route)
+        for box, cell in _cells(bundle, content.route):
+            # What was logged together stays together.
+            mine.setdefault((bundle.single, box), Cell([], cell.route, cell.numbers)).events += cell.events
         count = max(count, bundle.count())
-    return whole, mine, count
+    return whole, [*mine.values()], count
 
 
-def _cells(bundle: Bundle, route: Laned) -> Iterable[Cell]:
+def _cells(bundle: Bundle, route: Laned) -> Iterable[tuple[Any, Cell]]:
     """Divide events such that of each division, this process has the same parts of all rows."""
     lead = [] if bundle.single else [EVENT]
     depth = max(len(x.flags) for x in (route, *bundle.values, *bundle.steps.values()))
@@ -83,7 +90,7 @@ def _cells(bundle: Bundle, route: Laned) -> Iterable[Cell]:
         values_here = [x for of_key in leaves for x in of_key]
         events = Bundle(values_here, steps, valid, tuple(shards), treedefs, bundle.single, bundle.site)
         runs = Laned(_own_part(route.tree, [box[rows.index(axis)] for axis in _axes.lanes(route.flags)]), route.flags)
-        yield Cell(events, runs, np.arange(*box[0]) if lead else np.zeros((), int))
+        yield box, Cell([events], runs, np.arange(*box[0]) if lead else None)
 
 
 class _Value:
@@ -164,7 +171,7 @@ def _own_part(x: Any, box: Sequence[Bounds]) -> np.ndarray:
 
 def numbered(cell: Cell, first: np.ndarray, step: str) -> Content:
     """Return the content of a packet, with the numbers of the events as a step; `first` is that of each run."""
-    axes = tuple(range(cell.numbers.ndim, cell.numbers.ndim + first.ndim))
-    numbers = Laned(np.expand_dims(cell.numbers, axes) + first, cell.route.flags)
-    events = dataclasses.replace(cell.events, steps={**cell.events.steps, step: numbers})
-    return Content([events], cell.route, {})
+    numbers = first if cell.numbers is None else np.expand_dims(cell.numbers, tuple(range(1, 1 + first.ndim))) + first
+    of_events = Laned(numbers, cell.route.flags)
+    events = [dataclasses.replace(bundle, steps={**bundle.steps, step: of_events}) for bundle in cell.events]
+    return Content(events, cell.route, {})

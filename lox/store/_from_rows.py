@@ -61,9 +61,10 @@ def of_run(group: Group, run: int, select: Select, wall: bool = False, timed: bo
 
 def of_all_runs(group: Group, select: Select, parts_of: PartsOf | None = None, wall: bool = False) -> dict[int, Chunks]:
     """Read the events of all runs of a group, by their number, each file once; only these parts of it if given."""
+    timed = any(entry.part is not None for entry in group.entries)  # to put those of several processes in order
     if len(group.entries) == 1 and parts_of is None:  # nothing to sort
         run = group.entries[0].number
-        return {run: of_run(group, run, select, wall)}
+        return {run: of_run(group, run, select, wall, timed)}
     by_run: dict[int, Chunks] = {entry.number: {} for entry in group.entries}
     alone = _alone(group) if parts_of is None else {}
     for segment, keys, with_wall in _segments(group.segments.values(), select):
@@ -71,7 +72,7 @@ def of_all_runs(group: Group, select: Select, parts_of: PartsOf | None = None, w
         without = alone.get(segment, set())  # runs that may have keys without events here
         if not parts and not without:
             continue
-        rows = _Rows(segment, parts, keys, with_wall, True, wall)
+        rows = _Rows(segment, parts, keys, with_wall or timed, True, wall)
         by_first = dict(rows.by_first())
         if rows.schema.runs == 1:
             none = {column: x[:0] for column, x in rows.data.items()}

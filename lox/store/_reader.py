@@ -324,7 +324,7 @@ class Reader:
         for number, entries in enumerate(attempts):
             parts = []
             for entry in entries:
-                part = self._read(entry, select, timed=any(e.resumed for e in record.entries))
+                part = self._read(entry, select, timed=any(e.resumed or e.part for e in record.entries))
                 for later, *_ in attempts[number + 1 :] if self._attempts == "newest" else ():
                     part = self._without_replaced(part, entry, later)
                 parts.append(part)
@@ -394,8 +394,10 @@ class Reader:
         by_entry: dict[tuple[str, int], Chunks] = {}
         for group, wanted in self._by_group(records).items():
             if len(wanted) == 1 or len(wanted) <= _FEW * len(group.entries):
+                timed = any(entry.part is not None for entry in group.entries)
                 for number in wanted:
-                    by_entry[group.id, number] = self._intact(_from_rows.of_run, group, number, select, self._wall)
+                    args = group, number, select, self._wall, timed
+                    by_entry[group.id, number] = self._intact(_from_rows.of_run, *args)
             else:
                 for number, run_chunks in self._intact(_from_rows.of_all_runs, group, select, None, self._wall).items():
                     by_entry[group.id, number] = run_chunks

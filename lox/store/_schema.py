@@ -235,7 +235,7 @@ def _flags(flags: Any) -> Flags:
     if not isinstance(flags, list) or len(flags) > _MAX_NDIM:
         raise DamagedError("the lanes are not flags")
     for flag in flags:
-        named = isinstance(flag, list) and flag and all(isinstance(axis, str) for axis in flag)
+        named = isinstance(flag, list) and all(isinstance(axis, str) for axis in flag)
         if not isinstance(flag, bool) and not named:
             raise DamagedError("the lanes are not flags")
     return tuple(tuple(flag) if isinstance(flag, list) else flag for flag in flags)

@@ -195,11 +195,12 @@ class Writer:
         configs: Sequence[Any] | None = None,
         mode: str = "new",
         resumed: Sequence[tuple[str, Any]] | None = None,
+        alone: bool = False,
     ) -> Array:
         """Open many runs at once, by names or PRNG keys `(run, words)`, with a configuration for each.
 
         With `resumed`, they are runs to go on with, each from a step with a name and a number on: what they already
-        have from there on is hidden, because it is computed again.
+        have from there on is hidden, because it is computed again. With `alone`, other processes have no part in them.
         """
         mode = _catalog.check_mode(mode)
         for config in configs or ():
@@ -216,9 +217,9 @@ class Writer:
         configs = [None] * len(bases) if configs is None else [_group.plain(config) for config in configs]
         if not len(words) == len(configs) == len(bases) == len(wanted):
             raise _errors.OptionError(f"{len(bases)} runs need as many PRNG keys and configurations.")
-        with self._lock, self._catalog.locked() as alone:
+        with self._lock, self._catalog.locked() as locked:
             self._check_open()
-            parts = self._parts(bases)
+            parts = [None] * len(bases) if alone else self._parts(bases)
             self._catalog.look_up(bases if mode != "new" or resumed or self._session else ())
             chosen = _catalog.choose(self._catalog, bases, wanted, mode, configs, resumed, parts)
             order, opened = self._catalog.next_order(), self._tick()
@@ -234,11 +235,11 @@ class Writer:
             ]
             self._overwriting |= {e.number: e.base for e in entries if e.mode == "overwrite"}
             self._catalog.written_to(here)
-            if self._session:
+            if self._session and not alone:
                 _begun[self.path, self._session, self._process].update(bases)
             self._write_lines(b"".join(entry.to_line() for entry in entries))
             opened_as = {e.number: e.name for e in entries}
-            if not alone:  # another process may have chosen the same names at the same moment
+            if not locked:  # another process may have chosen the same names at the same moment
                 self._catalog.refresh()
                 records = self._catalog.records.values()
                 opened_as |= {e.number: r.name for r in records for e in r.entries if e.group == here}

@@ -95,7 +95,8 @@ class SaveLogger(Logger):
         try:
             resumed = [run.resumed for run in runs if run.resumed is not None] or None
             names = [run.name for run in runs]
-            numbers = self._writer.open_runs(names, words, runs[0].impl, configs, self.mode, resumed)
+            alone = runs[0].alone
+            numbers = self._writer.open_runs(names, words, runs[0].impl, configs, self.mode, resumed, alone)
         finally:
             if not self._unfinished and not self._writer.run_names:
                 self._close_writer()
