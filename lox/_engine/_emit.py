@@ -56,6 +56,7 @@ def emit(
     dropped: dict[str, Any] | None = None,
     conditional: bool = False,
     everywhere: bool = False,
+    nested: bool = False,
 ) -> Any:
     """Hand events to `deliver` on the host, in one call; returns the token for the next one.
 
@@ -69,6 +70,8 @@ def emit(
         dropped: How many events of each key did not fit.
         conditional: Whether the device checks if any event is valid, and calls the host only then.
         everywhere: Whether all devices call, and so all processes; the token that is returned waits for the calls.
+        nested: Whether it is in a shard_map in a shard_map, where only the token keeps the order: the XLA of JAX 0.10
+            aborts the process if that of all host calls enters there.
     """
     bundles = list(bundles)
     for bundle in bundles:
@@ -77,7 +80,7 @@ def emit(
     operands, treedef = jax.tree.flatten(content)
     operands = [jax.random.key_data(x) if _arrays.is_prng_key(x.dtype) else x for x in operands]
     form = Form(treedef, signal, frozenset(at_once), tuple([(b.keys, str(b.site)) for b in bundles]))
-    ordered = getattr(deliver, "ordered", False)
+    ordered = getattr(deliver, "ordered", False) and not nested
     return _bind(token, operands, deliver, form, ordered, conditional=conditional, everywhere=everywhere)[0]
 
 

@@ -107,6 +107,7 @@ class Stream(Handler):
             # Where each device sends its own, nobody knows which is the last.
             hasty = [key for key, axes in first.items() if axes != every or _compat.is_without_order()]
             options: Any = dict(at_once=[self.prefix + key for key in (*at_once, *hasty)], conditional=conditional)
+            options["nested"] = len(frame.devices) > 1
 
             def emit(keys: list[str], token: Any) -> Any:
                 leaving = _bundle.without([part for _, part in parts], first.keys() - keys)

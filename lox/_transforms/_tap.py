@@ -46,10 +46,15 @@ def tap(
     Every event reaches the callback once, in program order, as a `logdict` of NumPy arrays that it may keep; all lanes
     of a `vmap` come in one call. The logs flow on to an outer `spool` or `tap`.
 
+    Inside `shard_map`, an event that all devices get to together comes once, with an axis for the devices. Where they
+    decide separately, or a value has more than 64 elements, each device sends its own, in order, with its place in the
+    mesh as steps of the names of the mesh axes; there is no order between devices. Elsewhere on several devices, a
+    value of more than 64 elements must not be sharded.
+
     Args:
         fun: Any function of JAX arrays, jitted or not.
-        callback: Called on the host. If it raises, the call is aborted. It must not call JAX. By default, the event is
-            printed with its steps: `{'loss': 0.5} step=3`.
+        callback: Called on the host. If it raises, the call is aborted; on several devices, when the program ends. It
+            must not call JAX. By default, the event is printed with its steps: `{'loss': 0.5} step=3`.
         argnames: Stream these keys only; globs such as `"train/*"` are allowed.
         tags: Stream logs with one of these tags only.
         prefix: Put in front of every key.
@@ -65,6 +70,7 @@ def tap(
 
     Raises:
         OptionError: An option that makes no sense.
+        LogTypeError: A large value would be gathered from several devices at every event.
     """
     if not callable(callback):
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of a logdict.")
