@@ -346,10 +346,10 @@ class Logger:
         if not isinstance(state.run, _compat.Tracer):
             with _compat.own_transfers():
                 number = int(state.run)
-            if number not in self._pipeline.runs:
-                raise self._pipeline.unknown(number)
             if number in self._pipeline.ended:
                 raise self._pipeline.over(number)
+            if number not in self._pipeline.runs:
+                raise self._pipeline.unknown(number)
         return jnp.asarray(state.run, jnp.int32)
 
     def _require_state(self, state: Any, what: str) -> None:
