@@ -15,10 +15,11 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import importlib
 import importlib.util
-import itertools
 import os
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -166,6 +167,7 @@ def wandb(folder: Path) -> Iterator[Work]:
     step = jax.jit(train)
     with runs_of(logger) as state_for:
         yield Work(lambda i: logger.tap(step, state_for(i), buffer=10)(start(), i * EVENTS), logger.flush)
+    importlib.import_module("wandb").teardown()  # ends its process, which lox leaves to others
 
 
 @contextlib.contextmanager
@@ -211,34 +213,43 @@ def fresh(folder: Path) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def watch(folder: Path) -> Iterator[Work]:
-    """`lox.watch`, with values that are all right and with values that are not."""
+    """`lox.watch`, with values that are all right and with values that are not, alone and in a spool."""
     del folder
     errors: collections.deque[lox.NonFiniteError] = collections.deque(maxlen=10)
-    reported, raised = lox.spool(lox.watch(jax.jit(train), errors.append)), lox.spool(lox.watch(jax.jit(train)))
+    step = jax.jit(train)
+    reported, raised = lox.watch(step, errors.append), lox.spool(lox.watch(step))
 
     def call(i: int) -> None:
-        reported(start() + (jnp.inf if i % 3 == 0 else 0), i * EVENTS)
+        x = start() + (jnp.inf if i % 3 == 0 else 0)
+        reported(x, i * EVENTS)
         try:
-            raised(start() + (jnp.inf if i % 3 == 0 else 0), i * EVENTS)
+            raised(x, i * EVENTS)
         except lox.NonFiniteError:
             assert i % 3 == 0
         else:
             assert i % 3
 
+    sink, lox.config.sink = lox.config.sink, "off"  # where the logs go that flow on
     yield Work(call)
+    lox.config.sink = sink
     assert errors
 
 
 @contextlib.contextmanager
 def loggers(folder: Path) -> Iterator[Work]:
-    """A new logger for every few calls, closed or forgotten."""
+    """A new logger for every call."""
     step = jax.jit(train)
 
     def call(i: int) -> None:
         with lox.SaveLogger(folder / str(i % 10)) as logger:
             logger.tap(step, logger.init(jax.random.key(i)), buffer=10)(start(), i * EVENTS)
 
-    yield Work(call)
+    def settle() -> None:
+        for thread in threading.enumerate():  # those of closed loggers are about to end
+            if thread.name.startswith("lox-"):
+                thread.join()
+
+    yield Work(call, settle)
 
 
 PARTS: dict[str, Part] = {
@@ -307,7 +318,8 @@ def counts() -> dict[str, float]:
 
 def measure(work: Work) -> dict[str, float]:
     """Return the value of every quantity, at rest."""
-    rest(work)
+    work.settle()
+    rest()
     values = counts()
     values["Python objects"] = len(gc.get_objects())
     values["memory"] = resident(os.getpid())
@@ -320,9 +332,8 @@ def measure(work: Work) -> dict[str, float]:
     return values
 
 
-def rest(work: Work) -> None:
+def rest() -> None:
     """Wait for what is under way, and free what can be freed."""
-    work.settle()
     jax.effects_barrier()
     gc.collect()
     if hasattr(_C, "malloc_trim"):
@@ -360,17 +371,20 @@ CONTAINERS = (
 )
 
 
-def entries() -> dict[str, int]:
-    """Return how many entries lox's tables have: all that can be reached from its modules, by the way to them.
+# Names of runs that have ended: a new run must get another, and events that come too late an error.
+NAMES_OF_RUNS = (r"\.ended$", r"\._names\.names$", r"\._catalog\.", r"\.run_names$", r"\._inside\b")
+# Which of these there are depends on how many rows are written at once; never more than a thousand.
+LIMITED = (r"\._layouts$",)
+NOT_COUNTED = re.compile("|".join(NAMES_OF_RUNS + LIMITED))
 
-    Not what belongs to the runs of an open logger: the names of a directory's runs are kept, so that a new one gets
-    another.
-    """
+
+def entries() -> dict[str, int]:
+    """Return how many entries lox's tables have: all that can be reached from its modules, by the way to them."""
     found: collections.Counter[str] = collections.Counter()
     seen: set[int] = set()
 
     def visit(name: str, value: Any) -> None:
-        if id(value) in seen:
+        if id(value) in seen or NOT_COUNTED.search(name):
             return
         seen.add(id(value))
         if isinstance(value, CONTAINERS):
@@ -388,3 +402,136 @@ def entries() -> dict[str, int]:
             if not name.startswith("__"):
                 visit(f"{module.__name__}.{name}", value)
     return dict(found)
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A quantity in a part."""
+
+    part: str
+    name: str
+    first: float  # the medians of the first and the last third of the measurements
+    last: float
+    per_1000: float  # growth in 1000 calls, by the slope of a line through all measurements
+    grows: bool
+
+
+def judge(part: str, name: str, calls: list[int], values: list[float]) -> Line:
+    """Compare the thirds of the measurements of a quantity."""
+    third = len(values) // 3
+    first, second, last = map(statistics.median, (values[:third], values[third:-third], values[-third:]))
+    slope = statistics.linear_regression(calls, values).slope
+    grows = last - first > QUANTITIES[name].tolerance and first <= second <= last
+    return Line(part, name, first, last, 1000 * slope, grows)
+
+
+MEASUREMENTS, WARM_UP = 24, 6
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a part."""
+
+    calls: int
+    lines: list[Line]
+    more: collections.Counter[str]  # Python objects that there are more of than after warm-up, by type
+
+
+def soak(name: str, seconds: float) -> Outcome:
+    """Run a part for so long, and look whether it leaves something behind, more than the first time."""
+    run_briefly(name)  # what is opened only once, such as threads of clients, is there then
+    rest()
+    before = counts()
+    outcome = watch_part(name, seconds)
+    rest()
+    after = counts()
+    for quantity in ("live arrays", "threads", "file descriptors"):
+        grows = after[quantity] - before[quantity] > QUANTITIES[quantity].tolerance
+        outcome.lines.append(Line(name, f"{quantity}, before and after", before[quantity], after[quantity], 0, grows))
+    return outcome
+
+
+def run_briefly(name: str, calls: int = RUN + 1) -> None:
+    with tempfile.TemporaryDirectory() as folder, PARTS[name](Path(folder)) as work:
+        for i in range(calls):
+            work.call(i)
+
+
+def watch_part(name: str, seconds: float) -> Outcome:
+    """Run a part for so long, and measure meanwhile."""
+    calls: list[int] = []
+    measured: list[dict[str, float]] = []
+    after_warm_up: collections.Counter[str] = collections.Counter()
+    with tempfile.TemporaryDirectory() as folder, PARTS[name](Path(folder)) as work:
+        number, begin = 0, time.monotonic()
+        for n in range(1, MEASUREMENTS + 1):
+            work.call(number)  # at least one
+            number += 1
+            while time.monotonic() < begin + seconds * n / MEASUREMENTS:
+                work.call(number)
+                number += 1
+            calls.append(number)
+            measured.append(measure(work))
+            if n == WARM_UP:
+                after_warm_up = objects_by_type()
+        more = objects_by_type() - after_warm_up
+    found = [quantity for quantity in QUANTITIES if all(quantity in values for values in measured)]
+    lines = [judge(name, q, calls[WARM_UP:], [values[q] for values in measured[WARM_UP:]]) for q in found]
+    return Outcome(number, lines, more)
+
+
+def objects_by_type() -> collections.Counter[str]:
+    gc.collect()
+    return collections.Counter(f"{type(x).__module__}.{type(x).__qualname__}" for x in gc.get_objects())
+
+
+def show(console: Console, outcomes: dict[str, Outcome]) -> None:
+    table = Table("part", "quantity", "", box=None, pad_edge=False)
+    for column in ("first third", "last third", "per 1000 calls", "tolerance"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    for part, outcome in outcomes.items():
+        for number, line in enumerate(outcome.lines):
+            quantity = QUANTITIES[line.name.partition(",")[0]]
+            digits = 1 if quantity.unit else 0
+            table.add_row(
+                f"{part}, {outcome.calls} calls" if number == 0 else "",
+                line.name,
+                quantity.unit,
+                *(f"{value:.{digits}f}" for value in (line.first, line.last)),
+                f"{line.per_1000:+.2f}" if line.per_1000 else "",
+                f"{quantity.tolerance:g}",
+                "GROWS" if line.grows else "ok",
+            )
+    console.print(table)
+    for part, outcome in outcomes.items():
+        if any(line.grows for line in outcome.lines):
+            console.print(f"{part}: more of {dict(outcome.more.most_common(20))}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"one of {', '.join(PARTS)}")
+    parser.add_argument("--minutes", type=float, default=3, help="for all parts together")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
+    if not Path("/proc/self/statm").exists():
+        parser.error("memory and descriptors are read from /proc, which only Linux has")
+    names = options.parts or list(PARTS)
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    if "wandb" in names and importlib.util.find_spec("wandb") is None:
+        names.remove("wandb")
+        console.print("wandb is not installed: without its part")
+    versions = f"jax {jax.__version__}, python {platform.python_version()}, {jax.default_backend()}"
+    console.print(f"{versions}, {os.cpu_count()} cores, {options.minutes:g} minutes")
+    outcomes = {name: soak(name, 60 * options.minutes / len(names)) for name in names}
+    show(console, outcomes)
+    return int(any(line.grows for outcome in outcomes.values() for line in outcome.lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
