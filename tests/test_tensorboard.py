@@ -145,8 +145,6 @@ def test_everything_that_can_be_shown(tmp_path, how):
     assert actual.SummaryMetadata("notes").plugin_data.plugin_name == "text"
 
 
-@pytest.mark.slow
-@needs_tensorboard
 def test_a_text_for_a_run_that_is_closed(tmp_path):
     with TensorBoardLogger(tmp_path) as logger:
         state = logger.init(jax.random.key(0))
@@ -160,6 +158,8 @@ def test_a_text_for_a_run_that_is_closed(tmp_path):
             logger.flush()
 
 
+@pytest.mark.slow
+@needs_tensorboard
 def test_lanes_inside_a_run(tmp_path):
     def masked(x):
         big = x[0] > 0.15
