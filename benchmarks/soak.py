@@ -283,7 +283,7 @@ QUANTITIES = {
     "live arrays": Quantity("", 4, "those of calls under way"),
     "bytes of live arrays": Quantity("kB", 1, "those of calls under way"),
     "memory of the device": Quantity("MB", 1, "the allocator rounds up"),
-    "Python objects": Quantity("", 300, "JAX's caches of small things fill up slowly"),
+    "Python objects": Quantity("", 100, "the catalog of runs goes up and down, as it moves them to its index"),
     "threads": Quantity("", 1, "a thread may be about to end"),
     "file descriptors": Quantity("", 1, "a file may be about to be closed"),
     "files per run": Quantity("", 0.5, "the index of the directory has files too"),
