@@ -13,7 +13,7 @@ SEED ?= 0
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test lint fuzz bench dist clean
+.PHONY: help demo quick test lint fuzz bench soak dist clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,9 @@ fuzz:  ## random programs against plain Python (N=1000, SEED=0)
 
 bench:  ## run time and compile time as ratios to hand-written code
 	@$(ENVS) run benchmarks/run.py $(ARGS)
+
+soak:  ## a long training in three minutes: does memory, or anything else, grow? (ARGS="--minutes 20", ARGS="tap wandb")
+	@$(ENVS) run benchmarks/soak.py $(ARGS)
 
 dist:  ## the release: build it, install the wheel in an empty environment, run the quick start
 	@$(ENVS) dist

@@ -1,8 +1,10 @@
 """Memory, precision and order of reductions, intervals and buffers."""
 
+import gc
 import queue
 import resource
 import threading
+import weakref
 from typing import Any
 
 import jax
@@ -122,3 +124,39 @@ def test_single_events_come_in_order_too() -> None:
     pipeline.put(None)
     consumer.join()
     assert received == list(range(30_000))
+
+
+# --- what stays -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a MultiLogger"])
+def test_a_run_that_has_ended_is_forgotten(inside: bool) -> None:
+    """A tracker's client has much to keep for a run, and a sweep has many runs."""
+
+    class Client:
+        pass
+
+    class Tracker(lox.Logger):
+        def open(self, run: Any) -> None:
+            run.resource = Client()
+            clients.append(weakref.ref(run.resource))
+            configs.append(weakref.ref(run.config["table"]))
+
+        def write(self, run: Any, logs: lox.logdict) -> None:
+            del run, logs
+
+    clients: list[Any] = []
+    configs: list[Any] = []
+    tracker = Tracker()
+    with lox.loggers.MultiLogger(tracker) if inside else tracker as logger:
+        states = [logger.init(jax.random.key(n), config={"table": np.zeros(3)}) for n in range(2)]
+        for state in states:
+            logger.log(state, {"x": 1.0})
+        logger.close(states[0])
+        logger.flush()
+        gc.collect()
+        assert [client() is None for client in clients] == [True, False]
+        assert [config() is None for config in configs] == [True, False]
+        with pytest.raises(lox.LoxError, match=r"run '0' is closed\. Begin another with `init`\."):
+            logger.log(states[0], {"x": 1.0})
+        logger.close(states[0])  # again, which is nothing new

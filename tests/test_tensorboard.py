@@ -145,6 +145,19 @@ def test_everything_that_can_be_shown(tmp_path, how):
     assert actual.SummaryMetadata("notes").plugin_data.plugin_name == "text"
 
 
+def test_a_text_for_a_run_that_is_closed(tmp_path):
+    with TensorBoardLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0))
+        logger.close(state)
+        with pytest.raises(lox.LoxError, match="run '0' is closed"):
+            logger.log_text(state, "notes", "late")
+        with pytest.warns(lox.LoxWarning, match="run '0' is closed"):
+            jax.jit(lambda state: logger.log_text(state, "notes", "late"))(state)
+            jax.effects_barrier()
+        with pytest.raises(lox.LoxError, match="run '0' is closed"):
+            logger.flush()
+
+
 @pytest.mark.slow
 @needs_tensorboard
 def test_lanes_inside_a_run(tmp_path):

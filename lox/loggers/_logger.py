@@ -352,10 +352,10 @@ class Logger:
         if not isinstance(state.run, _compat.Tracer):
             with _compat.own_transfers():
                 number = int(state.run)
-            if not self._pipeline.knows(number):
-                raise self._pipeline.unknown(number)
             if number in self._pipeline.ended:
                 raise self._pipeline.over(number)
+            if not self._pipeline.knows(number):
+                raise self._pipeline.unknown(number)
         return jnp.asarray(state.run, jnp.int32)
 
     def _require_state(self, state: Any, what: str) -> None:

@@ -41,6 +41,7 @@ class _FanOut(Pipeline):
 
     def __init__(self, logger: Logger):
         super().__init__(logger)
+        self._inside: dict[int, list[int]] = {}  # for each run, its numbers in the other loggers
         self._renames: dict[tuple[int, Rename | None], Rename] = {}
 
     @property
@@ -57,19 +58,24 @@ class _FanOut(Pipeline):
     def open(self, runs: list[Run], eager: bool) -> None:
         """Open a run of each logger for every run; any of them may fail."""
         del eager
-        for run in runs:
-            run.resource = [other.new_run(run.impl, run.key, dict(run.config), run.name) for other in self._others]
-        for run in runs:
-            for inner in run.resource:
-                inner.resumed = run.resumed
-        for number, other in enumerate(self._others):
-            other.open([run.resource[number] for run in runs], eager=False)
+        inside = [[self._copy(run, other) for run in runs] for other in self._others]
+        for other, copies in zip(self._others, inside, strict=True):
+            other.open(copies, eager=False)
+        for number, run in enumerate(runs):
+            self._inside[run.id] = [copies[number].id for copies in inside]
         self.runs.update({run.id: run for run in runs})
+
+    def _copy(self, run: Run, other: Pipeline) -> Run:
+        copy = other.new_run(run.impl, run.key, dict(run.config), run.name)
+        copy.resumed, copy.alone = run.resumed, run.alone
+        return copy
 
     def take(self, job: Job) -> None:
         """Hand a job to every logger."""
         if job.packet.signal == END:
-            self.ended.update(job.ids().tolist())
+            for number in job.ids().tolist():
+                if number in self.runs:
+                    self.forget(number)
         for number, other in enumerate(self._others):
             other.take(dataclasses.replace(job, rename=self._renaming(number, job.rename)))
 
@@ -77,8 +83,8 @@ class _FanOut(Pipeline):
         """Map runs of this logger to those of a logger inside; always the same function, so that events are joined."""
 
         def rename(ids: np.ndarray) -> np.ndarray:
-            runs = [self.runs.get(n) for n in (ids if before is None else before(ids)).tolist()]
-            return np.asarray([-1 if run is None else run.resource[number].id for run in runs])
+            found = [self._inside.get(n) for n in (ids if before is None else before(ids)).tolist()]
+            return np.asarray([-1 if inside is None else inside[number] for inside in found])
 
         return self._renames.setdefault((number, before), rename)
 

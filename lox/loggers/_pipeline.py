@@ -46,7 +46,7 @@ class Pipeline:
         self._opens_lanes = opens_lanes  # whether `open_lanes` takes all runs of an `init` at once
         self.runs: dict[int, Run] = {}
         self.broken: set[int] = set()  # runs that could not be opened
-        self.ended: set[int] = set()  # runs that were closed before the logger
+        self.ended: dict[int, str] = {}  # the names of runs that were closed before the logger, and forgotten
         self.errors = ErrorLog(self.name)
         self.closed = False
         self._lock = threading.RLock()  # held while host methods run
@@ -92,7 +92,7 @@ class Pipeline:
 
     def over(self, number: int) -> _errors.LoxError:
         """Return the error for a run that was closed."""
-        return _errors.LoxError(f"run {self.runs[number].name!r} is closed. Begin another with `init`.")
+        return _errors.LoxError(f"run {self.ended[number]!r} is closed. Begin another with `init`.")
 
     # --- in callbacks ---
 
@@ -147,8 +147,8 @@ class Pipeline:
         if missing and eager:
             raise next(iter(missing.values()))
         # Two attempts at once would write to the same place.
-        busy = [run.id for run in self.runs.values() if run.name in found]
-        self._finish([number for number in busy if number not in self.broken | self.ended])
+        busy = [run.id for run in list(self.runs.values()) if run.name in found]
+        self._finish([number for number in busy if number not in self.broken])
         for together in [runs] if self._opens_lanes and runs else [[run] for run in runs]:
             numbers = {run.id: run for run in together}
             if eager:
@@ -292,15 +292,21 @@ class Pipeline:
 
     def _finish(self, numbers: list[int]) -> None:
         for number in dict.fromkeys(numbers):
+            if number in self.broken or number in self.ended or number < 0:  # -1 in lanes that did not reach `init`
+                continue
             if number not in self.runs:
-                if number >= 0 and not self.knows(number):  # -1 in lanes that did not reach `init`
+                if not self.knows(number):
                     self.errors.add(self.unknown(number), "closing a run")
-            elif number not in self.broken | self.ended:
-                self.ended.add(number)
-                run = self.runs[number]
+            else:
+                run = self.forget(number)
                 if not self._is_idle:
                     with self.isolated(f"finishing run {run.name!r}"):
                         self.logger.finish(run)
+
+    def forget(self, number: int) -> Run:
+        """Keep only the name of a run that ends, for messages: a tracker's client may hold much for each run."""
+        self.ended[number] = self.runs[number].name  # first, as other threads look it up
+        return self.runs.pop(number)
 
     def _write_all(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -311,7 +317,7 @@ class Pipeline:
                 self._take(make())
 
     def _take(self, batch: Batch) -> None:
-        usable = np.asarray([self._is_usable(number) for number in batch.ids.tolist()], bool)
+        usable = np.asarray([self.is_usable(number) for number in batch.ids.tolist()], bool)
         if not usable.all():
             batch = batch.select(usable)
         for part in batch.by_run() if len(batch.ids) else ():
@@ -347,15 +353,16 @@ class Pipeline:
     def _logs(self, bundles: list[Bundle], outer: int = 0) -> logdict:
         return logs_of(bundles if self.logger._keeps_prng_keys else map(words_only, bundles), outer)
 
-    def _is_usable(self, number: int) -> bool:
-        if number not in self.runs:
+    def is_usable(self, number: int) -> bool:
+        """Whether events of a run can be written; if not, note why."""
+        if number in self.ended:
+            self.errors.add(self.over(number), "writing")
+        elif number not in self.runs:
             self.errors.add(self.unknown(number), "writing")
         elif number in self.broken:
             name = self.runs[number].name
             error = _errors.LoxError(f"run {name!r} could not be opened, so its events are not written")
             self.errors.add(error, f"writing to run {name!r}")
-        elif number in self.ended:
-            self.errors.add(self.over(number), "writing")
         else:
             return True
         return False
@@ -392,7 +399,7 @@ class Pipeline:
             self._drain()  # events that other threads have sent meanwhile
             if self._writer is not None:
                 self._writer.stop()
-            open_runs = [run for run in self.runs.values() if run.id not in self.broken | self.ended]
+            open_runs = [run for run in self.runs.values() if run.id not in self.broken]
             for run in [] if self._is_idle else open_runs:
                 run.failure = failure
                 with self.isolated(f"finishing run {run.name!r}", quietly=True):
