@@ -2,8 +2,12 @@
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
+import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -25,13 +29,56 @@ def promotion_as_users_have_it():
 
 
 def split_readme():
-    """Return the README without the section that needs another package, and that section."""
+    """Return the README without the sections that need another package or several processes, and the first of them."""
+    text = README.read_text(encoding="utf-8").replace(several_processes(), "")
     # doctest would take the closing fence for expected output.
-    text = re.sub(r"^ *```.*$", "", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = re.sub(r"^ *```.*$", "", text, flags=re.MULTILINE)
     before, title, rest = text.partition("### Checkpoints and resume\n")
     section, next_title, after = rest.partition("\n###")
     assert title and next_title
     return before + next_title + after, section
+
+
+def several_processes():
+    """Return that section."""
+    return README.read_text(encoding="utf-8").partition("### Several processes\n")[2].partition("\n###")[0]
+
+
+@pytest.mark.slow
+def test_readme_in_several_processes(tmp_path, monkeypatch):
+    """Its program is run by two processes with two devices each, and then by one with four."""
+    program, reading = re.findall(r"```python\n(.*?)```", several_processes(), flags=re.DOTALL)
+    if not hasattr(jax, "NamedSharding"):
+        program = program.replace("jax.NamedSharding", "jax.sharding.NamedSharding")
+    if not hasattr(jax, "P"):
+        program = program.replace("jax.P", "jax.sharding.PartitionSpec")
+    for processes in (2, 1):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        text = program.replace("1234", str(port)).replace("num_processes=2", f"num_processes={processes}")
+        (folder / "train.py").write_text(text)
+        devices = f"--xla_force_host_platform_device_count={4 // processes}"
+        backend = {"JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+        environment = {**os.environ, **backend, "XLA_FLAGS": devices, "PYTHONPATH": os.pathsep.join(sys.path)}
+        started = [
+            subprocess.Popen(
+                [sys.executable, "train.py", str(n)],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for n in range(processes)
+        ]
+        outputs = [process.communicate(timeout=240)[0] for process in started]
+        assert [process.returncode for process in started] == [0] * processes, "\n".join(outputs)
+        monkeypatch.chdir(folder)
+        run_examples(reading, dict(lox=lox), least=2)
+        assert [run.name for run in lox.runs("runs")] == ["0"]
 
 
 def run_examples(text, names, least):

@@ -41,6 +41,8 @@ def save(
     Dicts, lists, tuples, histograms and images come back as such; other pytrees come back as dicts of their fields.
     Invalid events are left out.
 
+    If the program has several processes (`jax.distributed`), the first one writes: all of them have the same logs.
+
     Args:
         logs: What `spool` returned, or any mapping. A key without an event axis is one event.
         path: The directory; it is created if necessary.
@@ -62,6 +64,11 @@ def save(
         logs = _with_lanes(logs, lanes)
     if not _compat.is_evaluating():
         return _save_in_program(logs, path, key, mode, config)
+    for name, value in logs.items():
+        if split := [x for x in jax.tree.leaves(value) if _compat.is_split(x)]:
+            raise _errors.in_other_processes([name], split[0].shape)
+    if _compat.this_process().number:
+        return
     host = _on_host(logs)
     words, impl = (None, None) if key is None else words_of(key)
     with Writer(path) as writer:
