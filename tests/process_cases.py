@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
+from pathlib import Path
 
 case, directory, number, processes, port = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // processes}"
@@ -142,17 +144,35 @@ def parts():
         logger.log(state, {"keys": jax.jit(jax.vmap(jax.random.key))(keys), "last": spread(np.arange(4))}, step=7)
 
 
+def die():
+    Path(directory + ".dying").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survive():
+    """Exit after the other process: JAX would end it, as this one coordinates them."""
+    print(json.dumps("closed"), flush=True)
+    note = Path(directory + ".dying")
+    while not note.exists() or not note.read_text() or is_alive(int(note.read_text())):
+        time.sleep(0.05)
+    os._exit(0)  # JAX would wait for the other one
+
+
+def is_alive(pid):
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def parts_killed():
     logger = lox.SaveLogger(directory)
     state = logger.init(KEYS[0])
     for i in range(5):
         if number == 1 and i == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         logger.log(state, {"w": spread(np.arange(8.0) + i), "mean": i}, step=i)
         logger.flush()
     logger.close()
-    print(json.dumps("closed"), flush=True)
-    os._exit(0)  # without the others, JAX would wait for them
+    survive()
 
 
 def ragged():
@@ -225,17 +245,24 @@ def jsonl():
     write(lox.loggers.JsonlLogger(directory), lambda logger: logger.init)
 
 
+def tensorboard():
+    write(lox.loggers.TensorBoardLogger(directory), lambda logger: logger.init)
+
+
+def wandb():
+    write(lox.loggers.WandbLogger(mode="offline", dir=directory, project="p"), lambda logger: logger.init)
+
+
 def killed():
     logger = lox.SaveLogger(directory)
     state = logger.init(KEYS[0])
     logger.log(state, {"x": 1.0}, step=0)
     logger.flush()
     if number == processes - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     logger.log(state, {"x": 2.0}, step=1)
     logger.close()
-    print(json.dumps("closed"), flush=True)
-    os._exit(0)  # without the others, JAX would wait for them
+    survive()
 
 
 result = globals()[case]()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import wandb_file
 
 import lox
 
@@ -164,11 +165,39 @@ def test_parts_of_a_process_that_is_killed_are_missing(tmp_path: Path) -> None:
         lox.load(tmp_path / "two", "7", argnames="mean")
 
 
-def test_a_tracker_writes_in_the_first_process(tmp_path: Path) -> None:
+def test_a_text_file_is_written_by_the_first_process(tmp_path: Path) -> None:
     for processes, name in ((1, "one"), (2, "two")):
         run("jsonl", tmp_path / name, processes)
     one, two = ({f.name: f.read_text() for f in (tmp_path / name).iterdir()} for name in ("one", "two"))
     assert one == two and len(one) == 2
+
+
+def test_tensorboard_in_the_first_process(tmp_path: Path) -> None:
+    readers = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found: list[Any] = []
+    for processes in (1, 2):
+        path = tmp_path / str(processes)
+        run("tensorboard", path, processes)
+        files = sorted(path.rglob("*tfevents*"))
+        assert len(files) == 2
+        accumulators = [readers.EventAccumulator(str(file.parent), size_guidance={"scalars": 0}) for file in files]
+        found.append(
+            [
+                {tag: [(e.step, e.value) for e in a.Scalars(tag)] for tag in a.Tags()["scalars"]}
+                for a in (a.Reload() for a in accumulators)
+            ]
+        )
+    assert found[0] == found[1] and len(found[0][0]) > 5
+
+
+def test_wandb_in_the_first_process(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    found = []
+    for processes in (1, 2):
+        run("wandb", tmp_path / str(processes), processes)
+        files = wandb_file.read_all(tmp_path / str(processes))
+        found.append({name: file.events("step") for name, file in files.items()})
+    assert found[0] == found[1] and len(found[0]) == 2
 
 
 def test_one_process_is_killed(tmp_path: Path) -> None:
