@@ -430,6 +430,29 @@ def test_a_shard_map_in_a_shard_map(kind: AxisType) -> None:
         compare(f, put(np.arange(8, dtype=np.float32), mesh, ("a", "b")))
 
 
+def around(jaxpr: Any, name: str, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The primitives around each primitive of that name."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found += [path] if eqn.primitive.name == name else []
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            found += around(inner, name, (*path, eqn.primitive.name)) if hasattr(inner, "eqns") else []
+    return found
+
+
+def test_nothing_is_gathered_for_events_that_are_not_sent() -> None:
+    f = on_devices(loop, mesh_of(AxisType.Auto, (2, 2), ("a", "b")))
+    always = around(jax.make_jaxpr(lox.tap(f, print, "c"))(X).jaxpr, "all_gather")
+    assert len(always) == 1
+    assert "cond" not in always[0]
+    (seldom,) = around(jax.make_jaxpr(lox.tap(f, print, "c", interval=3))(X).jaxpr, "all_gather")
+    assert "cond" in seldom
+    assert around(jax.make_jaxpr(lox.tap(f, print, "i"))(X).jaxpr, "all_gather") == []
+    received = collected(f, X, argnames="c", interval=3)
+    assert [int(logs.step["c"]) for logs in received] == [0, 3]
+
+
 # --- inside shard_map, each device by itself -------------------------------------------------------
 
 
@@ -513,12 +536,14 @@ def test_a_step_with_the_name_of_a_mesh_axis() -> None:
 
 
 @each_kind
-def test_a_tap_inside_of_shard_map_says_which_device(kind: AxisType) -> None:
+@jitted_or_not
+def test_a_tap_inside_of_shard_map_says_which_device(kind: AxisType, jit: bool) -> None:
     mesh = mesh_of(kind)
     received: list[Any] = []
     for options in ({}, {"buffer": 2}):
         body = lox.tap(lambda x: (lox.log({"x": x.sum()}), x)[1], received.append, **options)
-        f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
+        f = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+        f = jax.jit(f) if jit else f
         received.clear()
         jax.block_until_ready(f(put(np.arange(8, dtype=np.float32), mesh, "d")))
         jax.effects_barrier()
@@ -674,6 +699,27 @@ def test_a_callback_that_raises_while_devices_wait_for_each_other(kind: AxisType
                 jax.effects_barrier()
             assert seen == [0, 1, 2, 3, 4, 5]
         assert counted(lox.tap, jax.jit(f), x, buffer=10)[0] == 10
+
+
+def test_a_callback_that_raises_before_devices_meet_again() -> None:
+    mesh = mesh_of(AxisType.Auto)
+
+    def body(x: Any) -> Any:
+        def step(c: Any, i: Any) -> Any:
+            lox.log({"x": c.sum(), "total": lax.psum(c.sum(), "d")}, step=i)
+            return c + lax.pmean(c.sum(), "d"), None
+
+        return lax.psum(lax.scan(step, x, jnp.arange(20))[0], "d")
+
+    def callback(logs: Any) -> None:
+        raise KeyError("enough", np.ravel(logs.step["x"]).tolist())
+
+    f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P()))
+    x = put(np.zeros(8, np.float32), mesh, "d")
+    for options, first in (({}, [0]), ({"buffer": 3}, [0, 1, 2])):
+        with pytest.raises(KeyError) as info:
+            lox.tap(f, callback, **options)(x)
+        assert info.value.args == ("enough", first)
 
 
 # --- loggers --------------------------------------------------------------------------------------

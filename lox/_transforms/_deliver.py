@@ -120,7 +120,7 @@ class Delivery(HostFunction):
             new = None if number in self._raised else self.take(packet, number)
         except BaseException as error:
             self._raised[number], new = error, None
-        if packet.signal in (FLUSH, RELEASE):
+        if packet.signal == RELEASE:
             self.end(number)
         return None if new is None else ~new
 

@@ -220,15 +220,18 @@ class Stream(Handler):
         if self.buffer:
             self.emit_all(frame, [], self.take_reduced(frame, dict.fromkeys([key for (key,) in folds], 1)))
             if self.waits:  # else the host delivers what it has without being told
-                return _emit.emit(self.deliver, [], frame.state["token"], signal=_emit.FLUSH)
-            return frame.state["token"]
-        for key, certain in frame.keys.items():
-            if (key,) in folds:
-                self._emit(frame, [folds[key,].finish(certain)])
+                self._signal(frame, _emit.FLUSH)
+        else:
+            for key, certain in frame.keys.items():
+                if (key,) in folds:
+                    self._emit(frame, [folds[key,].finish(certain)])
         if isinstance(self.deliver, Delivery):
             # Nobody waits for this program: if it runs on several devices, it says itself that it has come to its end.
-            return _emit.emit(self.deliver, [], frame.state["token"], signal=_emit.RELEASE)
+            self._signal(frame, _emit.RELEASE)
         return frame.state["token"]
+
+    def _signal(self, frame: Frame, signal: str) -> None:
+        frame.state = {**frame.state, "token": _emit.emit(self.deliver, [], frame.state["token"], signal=signal)}
 
 
 def _ticks(counts: dict[Keys, Tick], keys: Iterable[str]) -> tuple[dict[Keys, Tick], dict[Keys, Tick]]:
