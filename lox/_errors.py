@@ -50,7 +50,8 @@ class NonFiniteError(LoxError, FloatingPointError):
     Attributes:
         key: The key of the value.
         path: The tree path of the array, if the value is a pytree.
-        value: The array; None if only another process of the program knows.
+        value: The array. If it is large and on several devices, its first element that is NaN or infinite, whose
+            place is in `path`. None if only another process of the program knows.
         steps: The steps it was logged with.
         lane: The index in each surrounding vmap, outermost first; empty if there is none.
         site: The line that logged it.

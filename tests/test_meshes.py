@@ -468,6 +468,32 @@ STEPS = np.arange(5, dtype=np.int32)
 
 
 @each_kind
+@pytest.mark.parametrize("mapped", [False, True])
+def test_watch_does_not_gather_large_values(kind: AxisType, mapped: bool) -> None:
+    mesh = mesh_of(kind)
+
+    def f(x: Any, limit: Any) -> Any:
+        def step(x: Any, i: Any) -> Any:
+            lox.log({"w": {"small": x.sum(), "large": jnp.where(x >= limit, jnp.inf, x)}}, step=i)
+            return x + 1, None
+
+        return lax.scan(step, x, STEPS)[0]
+
+    x, limit = np.arange(200, dtype=np.float32).reshape(2, 100), np.float32(201.5)
+    if mapped:
+        f, x, limit = jax.vmap(f), np.stack([x - 100, x]), np.float32([300, 201.5])
+    with use(mesh):
+        x = put(x, mesh, *[None] * (x.ndim - 1), "d")
+        watched = lox.nolog(lox.watch(f))
+        assert "all-gather" not in jax.jit(watched).lower(x, limit).compile().as_text()
+        with pytest.raises(lox.NonFiniteError) as raised:
+            watched(x, limit)
+    error = raised.value
+    assert str(error).startswith(f"'w'['large'][1, 99] is inf at step=3{' in lane 1' if mapped else ''}.\n")
+    assert error.value == np.inf and error.steps == {"step": 3}
+
+
+@each_kind
 @pytest.mark.parametrize("first", ["scan", "cond"])
 def test_a_reduction_is_of_one_value_unless_devices_decide(kind: AxisType, first: str) -> None:
     mesh = mesh_of(kind)

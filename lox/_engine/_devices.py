@@ -6,11 +6,14 @@ much, each device sends its own, with its place in the mesh as steps.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from lox import _compat, _errors
@@ -43,6 +46,35 @@ def gathered_shape(treedef: Any, leaves: Sequence[Laned], lead: int = 0) -> tupl
 def why_not(key: str, site: str, shape: tuple[int, ...]) -> str:
     """Say why a value of this shape is not sent."""
     return _errors.gathered(key, site, shape, LARGEST)
+
+
+def in_short(bundle: Bundle) -> Bundle:
+    """The same events with one element of each large value, the first that is not finite, and its place as a step.
+
+    By reductions only: nothing is gathered.
+    """
+    values, steps = list(bundle.values), dict(bundle.steps)
+    for n, value in enumerate(bundle.values):
+        if is_large(value, bundle.lead):
+            lead = bundle.lead + value.ndim
+            element, place = _compat.unsharded(functools.partial(_first_bad, lead=lead), value.tree)
+            values[n] = Laned(element, value.flags)
+            steps[PLACE.format(n)] = Laned(place, value.flags)
+    return dataclasses.replace(bundle, values=values, steps=steps)
+
+
+PLACE = "place of {}"  # the step with the place of an element in a value, by the number of that
+
+
+def _first_bad(x: Any, lead: int) -> tuple[Any, Any]:
+    """The first element that is not finite, or the last one, and its place."""
+    axes, shape = tuple(range(lead, x.ndim)), x.shape[lead:]
+    number = sum(lax.broadcasted_iota(np.int32, x.shape, n) * math.prod(x.shape[n + 1 :]) for n in axes)
+    bad = ~jnp.isfinite(x) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.zeros(x.shape, bool)
+    first = jnp.min(jnp.where(bad, number, math.prod(shape) - 1), axes)
+    here = number == jnp.expand_dims(first, axes)
+    place = jnp.stack([first // math.prod(x.shape[n + 1 :]) % x.shape[n] for n in axes], -1)
+    return jnp.sum(jnp.where(here, x, jnp.zeros_like(x)), axes, dtype=x.dtype), place
 
 
 class Operand(NamedTuple):

@@ -212,6 +212,15 @@ class Form:
             route = route.map(lambda number: jnp.where(condition, number, -1))
         return self._with(Content([bundle.only_if(condition) for bundle in bundles], route, dropped))
 
+    def has_large(self, operands: Iterable[Any]) -> bool:
+        """Whether any value has many elements."""
+        return any(_devices.is_large(x, b.lead) for b in self.content(operands).bundles for x in b.values)
+
+    def in_short(self, operands: Iterable[Any]) -> tuple[list[Any], "Form"]:
+        """The same with an element of each value that has many."""
+        bundles, route, dropped = self.content(operands)
+        return self._with(Content([_devices.in_short(bundle) for bundle in bundles], route, dropped))
+
     def lanes(self, operands: Iterable[Any]) -> tuple[int, ...]:
         """The sizes of all lanes of single events, outermost first."""
         laned = jax.tree.leaves(self.content(operands).bundles, is_leaf=is_laned)
@@ -465,13 +474,15 @@ def _lower(
     if not everywhere and _compat.is_gathered(ctx):
         _check_not_gathered(ctx, form, operands[1:])
     params: dict[str, Any] = dict(deliver=deliver, form=form, ordered=ordered, everywhere=everywhere)
+    if conditional:  # the condition first: else arrays would be gathered for calls that are not made
+        return mlir.lower_fun(_emit_if_valid, multiple_results=True)(ctx, *operands, **params)
+    if everywhere and _compat.is_gathered(ctx) and form.has_large(ctx.avals_in[1:]):
+        return mlir.lower_fun(_emit_in_short, multiple_results=True)(ctx, *operands, **params)
     if everywhere and _compat.is_called_once(ctx):
-        bind = lambda *xs: emit_p.bind(*xs, conditional=conditional, **params)  # noqa: E731
+        bind = lambda *xs: emit_p.bind(*xs, conditional=False, **params)  # noqa: E731
         return _compat.lower_on_all_devices(ctx, bind, operands)
     if form.signal == RELEASE and everywhere:
         operands = _compat.lower_agreement(ctx, *operands)
-    if conditional:
-        return mlir.lower_fun(_emit_if_valid, multiple_results=True)(ctx, *operands, **params)
     call = _host_call(deliver, form, [len(a.shape) for a in ctx.avals_in[1:]])
 
     def numbered(*arrays: Any) -> tuple[Any, ...]:
@@ -496,6 +507,11 @@ def _emit_if_valid(token: Any, *operands: Any, **params: Any) -> list[Any]:
     # Only at lowering: vmap would turn an earlier cond into a select, and make the call unconditional.
     emit = lambda token: emit_p.bind(token, *operands, conditional=False, **params)  # noqa: E731
     return jax.lax.cond(params["form"].any_valid(operands), emit, lambda token: [token], token)
+
+
+def _emit_in_short(token: Any, *operands: Any, form: Form, **params: Any) -> list[Any]:
+    short, form = form.in_short(operands)
+    return emit_p.bind(token, *short, form=form, conditional=False, **params)
 
 
 # Not cacheable: JAX would lower it to a function of its own, in which it is unknown where operands come from.

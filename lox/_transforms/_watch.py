@@ -6,6 +6,7 @@ called once, for the first that fails.
 
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Laned, pick
 from lox._data._logdict import SINGLE
 from lox._engine import _emit
+from lox._engine._devices import PLACE
 from lox._engine._emit import RELEASE, Deliver, Packet
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Keep
@@ -90,13 +92,19 @@ class Report(HostFunction):
         failed = iter(np.argwhere(event.valid.tree)[0])
         lane = tuple(int(next(failed)) if flag else 0 for flag in event.valid.flags)  # the first, outermost vmap first
         named = lane if any(event.valid.flags) else ()
+        places = {
+            name: event.steps.pop(name) for name in map(PLACE.format, range(len(event.values))) if name in event.steps
+        }
+        numbers = itertools.count()
         for key in event.keys:
             value = jax.tree.unflatten(event.treedef(key), [pick(x, lane) for x in event.leaves(key)])
             for tree_path, x in jax.tree_util.tree_leaves_with_path(value):
+                place = places.get(PLACE.format(next(numbers)))
                 # As complex numbers, which all of them fit into.
                 if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x.astype(np.complex128)).all():
                     steps = {name: pick(step, lane).item() for name, step in event.steps.items()}
-                    return NonFiniteError(key, jax.tree_util.keystr(tree_path), x, steps, named, str(event.site))
+                    path = jax.tree_util.keystr(tree_path) + ("" if place is None else str(pick(place, lane).tolist()))
+                    return NonFiniteError(key, path, x, steps, named, str(event.site))
         return None
 
 

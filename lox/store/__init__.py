@@ -26,8 +26,8 @@ it), every schema, every line of runs.jsonl, and meta.json, which also has the s
 `lox.load` verifies what it reads. Files of format 1, which had none of this, are still read.
 
 Several processes of one program have a group each, whose lines in runs.jsonl say which `part` of a run they are. Of an
-array that is spread over them, each has blocks, columns of their own; the structure of the key says where they begin and
-end, and the step `lox:event` which of them belong together.
+array that is spread over them, each has blocks, columns of their own; the structure of the key says where they begin
+and end, and the step `lox:event` which of them belong together.
 
 `compact` merges groups. The list of runs of a merged group begins with the groups that it replaces: readers ignore them
 if they are still there.
