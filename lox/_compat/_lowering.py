@@ -198,10 +198,11 @@ def _whole(x: Any) -> Any:
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec()) if explicit_axes(aval_of(x)) else x
 
 
-def _callback_sharding(kind: str) -> Any:
+def _callback_sharding(kind: str, results: int) -> Any:
     if jax.config.jax_use_shardy_partitioner:
         devices = (0,) if kind == "MAXIMAL" else ()
-        return SdyArrayList((SdyArray(mesh_shape=(), dim_shardings=(), logical_device_ids=devices),))
+        one = SdyArray(mesh_shape=(), dim_shardings=(), logical_device_ids=devices)
+        return SdyArrayList((one,) * max(results, 1))
     sharding = xla_client.OpSharding()
     sharding.type = getattr(xla_client.OpSharding.Type, kind)
     if kind == "MAXIMAL":
@@ -235,7 +236,7 @@ def _call_in_order(ctx: Any, callback: Any, operands: Any, kind: str | None = No
         ctx.avals_in,
         ctx.avals_out,
         has_side_effect=True,
-        sharding=None if kind is None else _callback_sharding(kind),
+        sharding=None if kind is None else _callback_sharding(kind, len(ctx.avals_out)),
     )
     if order is not None:
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({order: token})))
@@ -251,7 +252,11 @@ def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
     axis_context = ctx.module_context.axis_context
     if getattr(axis_context, "num_devices", None) == 1:
         return _call_in_order(ctx, callback, operands)
-    if isinstance(axis_context, SPMDAxisContext) or ctx.avals_out:
+    inside = isinstance(axis_context, SPMDAxisContext)
+    if inside and not is_gathered(ctx) and jax.config.jax_use_shardy_partitioner:
+        ctx.set_tokens_out(ctx.tokens_in)
+        return _call_in_order(ctx, callback, operands, "MANUAL")
+    if inside or ctx.avals_out:
         # With JAX 0.7, XLA refuses the sharding of a token beside results. Data dependence orders those calls anyway.
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out]
 
