@@ -102,6 +102,8 @@ def write(logger, begin, first=0, last=6):
             logger.log(state, {"mine": 1.0, "of all": mean, "numbers": np.arange(3)}, step=first)
             _, logs = jax.jit(lox.spool(train))(XS)
             logger.log(state, logs, prefix="later/")
+            for i in range(first, last) if logger._joins_processes else ():
+                logger.log(state, {"spread": spread(np.arange(8.0) + i)}, step=i)
 
 
 def save():

@@ -304,7 +304,7 @@ class SplitPacket(Packet):
         bundles = [bundle for bundle in _bundle.without(bundles, self._split_keys()) if not _is_split(bundle)]
         if not bundles or _is_split(route):
             return None
-        return packet_of(jax.tree.map(lambda x: np.asarray(_compat.own_copy(x)), Content(bundles, route, dropped)))
+        return packet_of(jax.tree.map(_compat.own_copy, Content(bundles, route, dropped)))
 
     def _split_keys(self) -> list[str]:
         return [key for bundle in self.split().bundles for key in bundle.keys if _is_split(bundle.leaves(key))]
@@ -315,8 +315,9 @@ def _is_split(tree: Any) -> bool:
 
 
 def packet_of(content: Content) -> Packet:
-    """A packet with NumPy arrays, as if it had come from a program."""
+    """A packet with copies of these arrays, as if it had come from a program."""
     arrays, treedef = jax.tree.flatten(content)
+    arrays = [np.array(x) for x in arrays]  # those of JAX may be donated, those of the user may change
     form = Form(treedef, None, frozenset(), None)
     return Packet(unpacker_of(form, tuple([x.ndim for x in arrays])), arrays, eager=True)
 

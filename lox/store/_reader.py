@@ -364,7 +364,8 @@ class Reader:
         for entry in entries:
             self._catalog.groups[entry.group].scan()
         attempts = self._catalog.records[name].attempts()
-        parts = [[self._read(entry, everything, timed=True) for entry in entries] for entries in attempts]
+        read = lambda entry: _shards.without_numbers(self._read(entry, everything, timed=True))  # noqa: E731
+        parts = [list(map(read, entries)) for entries in attempts]
         found: list[tuple[Any, str]] = []
         for n, (later, *_) in enumerate(attempts):
             if later.resumed is None:

@@ -89,6 +89,16 @@ def merge(of_processes: _Processes) -> tuple[Chunks, list[Behind], _Processes]:
     return whole, behind, rest
 
 
+def without_numbers(chunks: Chunks) -> Chunks:
+    """Return the same parts without the numbers of their events, which every attempt counts from zero."""
+
+    def without(chunk: Chunk) -> Chunk:
+        steps = {name: x for name, x in chunk.events.steps.items() if name != EVENT_NUMBER}
+        return dataclasses.replace(chunk, events=dataclasses.replace(chunk.events, steps=steps), kind=None)
+
+    return {key: [without(chunk) if are_shards(chunk) else chunk for chunk in parts] for key, parts in chunks.items()}
+
+
 def _numbers(chunk: Chunk) -> np.ndarray:
     return chunk.events.steps[EVENT_NUMBER].tree
 
