@@ -152,6 +152,14 @@ def in_other_processes(keys: Iterable[str], shape: tuple[int, ...]) -> LogTypeEr
     )
 
 
+def elsewhere(keys: Iterable[str], shape: tuple[int, ...]) -> LogTypeError:
+    """Return the error for a value of which this process has nothing."""
+    return LogTypeError(
+        f"one of {listing(keys)} is an array of shape {shape} on devices of another process, which does not know that "
+        "it is the only one to have it. Spread it over all processes, or put it on devices of each of them."
+    )
+
+
 def of_this_process(logger: str) -> LoxError:
     """Return the error for events of a process whose logger writes nothing."""
     return LoxError(

@@ -226,6 +226,49 @@ def inside():
     logger.close()
 
 
+def corners():
+    """What processes have to agree about, though each of them sees something else."""
+    with lox.SaveLogger(directory) as logger:
+        states = jax.vmap(logger.init)(jax.vmap(jax.random.key)(jnp.arange(4)))
+        over_all = jax.tree.map(lambda x: spread(np.asarray(x)), states)
+        jax.vmap(lambda state, x: logger.log(state, {"lane": x}))(over_all, spread(np.arange(4.0)))
+        state = jax.tree.map(lambda x: x[0], states)
+        for i in range(3):
+            logger.log(state, {"row": spread(np.full(4, i, np.float32))})
+        for dtype, number in ((np.int8, 1), (np.int32, 300), (np.float32, 0.5)):
+            logger.log(state, {"promoted": spread(np.full(4, number, dtype))}, at=number)
+        local = jax.make_mesh((2,), ("l",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:2])
+        x = jax.device_put(np.arange(2.0, dtype=np.float32), NamedSharding(local, PartitionSpec("l")))
+        logger.tap(jax.jit(lambda x: train(x, 0, 2)), state, prefix="local/")(x)
+        again = lox.SaveLogger(os.path.join(directory, "..", os.path.basename(directory)))
+        again.log(again.init(jax.random.key(0)), {"again": XS})
+        again.close()
+
+
+def different():
+    """Processes that log different things."""
+    with lox.SaveLogger(directory) as logger:
+        state = logger.init(KEYS[0])
+        if number == 0:
+            logger.log(state, {"a": spread(np.full(4, -1.0))})
+        for i in range(3):
+            logger.log(state, {"a": spread(np.full(4, float(i)))})
+        if number == 1:
+            logger.log(state, {"a": spread(np.full(4, -2.0))})
+        there = jax.device_put(np.ones(2), jax.devices()[-1]) if number else remote()
+        try:
+            logger.log(state, {"there": there})
+        except lox.LogTypeError as error:
+            return str(error)
+
+
+def remote():
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
+    if jax.__version_info__ < (0, 10):
+        jax.config.update("jax_enable_empty_arrays", True)
+    return jax.make_array_from_single_device_arrays((2,), device, [], dtype=np.float32)
+
+
 def tracker_parts():
     """A tracker cannot take parts of arrays, nor events of devices of other processes."""
     logger = lox.loggers.MultiLogger(lox.SaveLogger(directory + "/save"), lox.loggers.JsonlLogger(directory + "/json"))

@@ -115,6 +115,27 @@ def same(logs: Any, expected: Any) -> None:
         assert sorted(map(str, logs.steps[name].items())) == sorted(map(str, expected.steps[name].items()))
 
 
+def test_what_processes_agree_about(tmp_path: Path) -> None:
+    for processes, name in ((1, "one"), (2, "two")):
+        run("corners", tmp_path / name, processes)
+    one, two = ([(r.name, r.events) for r in lox.runs(tmp_path / name)] for name in ("one", "two"))
+    assert one == two and [name for name, _ in one] == ["0", "1", "2", "3", "0.1"]
+    for name, _ in one:
+        same(lox.load(tmp_path / "two", name), lox.load(tmp_path / "one", name))
+    logs = lox.load(tmp_path / "two", "0", wall=True)
+    assert logs["row"].tolist() == [[i] * 4 for i in range(3)]
+    assert (np.diff(logs.steps["wall"]["row"]) >= 0).all()
+    assert logs["promoted"].tolist() == [[1.0] * 4, [300.0] * 4, [0.5] * 4] and logs["promoted"].dtype == np.float32
+
+
+def test_processes_that_log_different_things(tmp_path: Path) -> None:
+    first, second = run("different", tmp_path / "two", 2)
+    assert first.startswith("one of 'there' is an array of shape (2,) on devices of another process") and second is None
+    text = r"2 of 5 events of 'a' are incomplete and left out: processes have logged different events"
+    with pytest.warns(lox.LoxWarning, match=text):
+        assert lox.load(tmp_path / "two", "7")["a"].tolist() == [[i] * 4 for i in range(3)]
+
+
 @pytest.mark.parametrize("case", ["ragged", "inside"])
 def test_the_same_runs_as_from_one_process(tmp_path: Path, case: str) -> None:
     for processes, name in ((1, "one"), (2, "two")):

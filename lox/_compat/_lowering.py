@@ -14,6 +14,7 @@ from jax.interpreters.mlir import SPMDAxisContext
 
 from lox._compat._effects import order_effect
 from lox._compat._jaxprs import LogMark
+from lox._compat._processes import this_process
 from lox._compat._types import aval_of, explicit_axes, explicit_beside_manual, is_first, is_prng_key, vary_over
 
 
@@ -92,6 +93,22 @@ def is_on_one_device(ctx: Any) -> bool:
     return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
 
 
+def reaches_beyond(ctx: Any) -> bool:
+    """Whether the program runs on devices of other processes, too."""
+    if this_process().processes == 1:
+        return False
+    axis_context = ctx.module_context.axis_context
+    mesh = getattr(axis_context, "mesh", None)
+    if mesh is None:
+        devices = getattr(axis_context, "device_assignment", None)
+    else:
+        devices = mesh.devices.reshape(-1) if isinstance(mesh, jax.sharding.Mesh) else None
+    if devices is not None:
+        return len({device.process_index for device in devices}) > 1
+    # JAX does not say yet on which devices: nobody spreads a mesh over processes that would fit into one.
+    return (axis_context.num_devices if mesh is None else mesh.size) > jax.local_device_count()
+
+
 def is_called_once(ctx: Any) -> bool:
     """Whether a host call in this program on several devices comes from the first of them only."""
     axis_context = ctx.module_context.axis_context
@@ -145,14 +162,16 @@ def lower_on_all_devices(ctx: Any, fun: Any, operands: Any) -> Any:
 def lower_agreement(ctx: Any, token: Any, failed: Any) -> Any:
     """Inside of shard_map, tell all devices whether `failed` is positive on any, after the host calls of all of them.
 
-    Returns the token, and the number of the device where it is, else 0.
+    Returns the token, and where it is a number of the device, which those of meshes of other sizes do not have; else 0.
     """
-    axes = tuple(ctx.module_context.axis_context.mesh.axis_names)
+    mesh = ctx.module_context.axis_context.mesh
+    axes, size = tuple(mesh.axis_names), mesh.size
 
     def agree(token: Any, failed: Any) -> list[Any]:
         both = jax.numpy.stack([token, failed.max()])  # one value, so that no device gets ahead of a host call
         token, any_failed = lax.pmax(vary_over(both, frozenset(axes)), axes)
-        return [token, jax.numpy.where(any_failed > 0, lax.axis_index(axes) + 1, jax.numpy.zeros_like(failed))]
+        number = lax.axis_index(axes) + 1 + size**2
+        return [token, jax.numpy.where(any_failed > 0, number, jax.numpy.zeros_like(failed))]
 
     outs = mlir.lower_fun(agree, multiple_results=True)(ctx.replace(avals_out=ctx.avals_in), token, failed)
     return [x for xs in outs for x in (xs if isinstance(xs, list) else [xs])]

@@ -53,8 +53,23 @@ def is_on_several_devices(tree: Any) -> bool:
 
 
 def is_split(x: Any) -> bool:
-    """Tell whether this process has only a part of an array."""
-    return is_global(x) and not x.is_fully_replicated
+    """Tell whether an array is spread over several processes, such that not each of them has all of it.
+
+    All processes agree about it, also those that have nothing of it.
+    """
+    if not is_global(x):
+        return False
+    where = _processes_of(x)
+    return len(where) > 1 and not (x.is_fully_replicated and len(where) == this_process().processes)
+
+
+def is_elsewhere(x: Any) -> bool:
+    """Tell whether an array is on devices of one other process, which does not know that this one has no part of it."""
+    return is_global(x) and len(_processes_of(x)) == 1
+
+
+def _processes_of(x: Any) -> set[int]:
+    return {device.process_index for device in x.sharding.device_set}
 
 
 def own_copy(x: Any) -> Any:
@@ -62,16 +77,16 @@ def own_copy(x: Any) -> Any:
     return np.asarray(x.addressable_data(0)) if is_global(x) else x
 
 
-def own_parts(x: Any, alone: bool = True) -> list[tuple[tuple[tuple[int, int], ...], np.ndarray]]:
+def own_parts(x: Any, alone: int | None = None) -> list[tuple[tuple[tuple[int, int], ...], np.ndarray]]:
     """Return parts of an array that this process has, and where each of them begins and ends along all axes.
 
-    With `alone`, each part is returned in one process only: what all have, in the first.
+    With `alone`, each part is returned in one process only: what all have, in the process with that number.
     """
-    if not is_global(x):
-        here = not alone or this_process().number == 0
-        return [(tuple((0, size) for size in np.shape(x)), np.asarray(x))] if here else []
+    if not is_split(x):
+        here = alone is None or this_process().number == alone
+        return [(tuple((0, size) for size in np.shape(x)), np.asarray(own_copy(x)))] if here else []
     parts = {}
     for shard in x.addressable_shards:
-        if shard.replica_id == 0 or not alone:
+        if shard.replica_id == 0 or alone is None:
             parts[tuple(s.indices(n)[:2] for s, n in zip(shard.index, x.shape, strict=True))] = shard
     return [(bounds, np.asarray(shard.data)) for bounds, shard in parts.items()]

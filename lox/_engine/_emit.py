@@ -236,14 +236,20 @@ class Form:
 class Packet:
     """What one call brings to the host: bundles of NumPy arrays, the route to their runs, and a signal."""
 
-    __slots__ = ("arrays", "eager", "one_of_several", "unpacker")
+    __slots__ = ("arrays", "eager", "of_several_processes", "one_of_several", "unpacker")
 
     def __init__(
-        self, unpacker: "Unpacker", arrays: list[np.ndarray], eager: bool = False, one_of_several: bool = False
+        self,
+        unpacker: "Unpacker",
+        arrays: list[np.ndarray],
+        eager: bool = False,
+        one_of_several: bool = False,
+        of_several_processes: bool = False,
     ):
         self.unpacker, self.arrays = unpacker, arrays
         self.eager = eager  # whether a user waits for it
         self.one_of_several = one_of_several  # whether it is from a program on several devices
+        self.of_several_processes = of_several_processes  # whether that runs in several processes
 
     @property
     def signal(self) -> str | None:
@@ -429,7 +435,9 @@ def error_behind(raised: Exception) -> BaseException | None:
     return None
 
 
-def _host_call(deliver: Deliver, form: Form, ndims: Iterable[int], eager: bool = False) -> Callable[..., Any]:
+def _host_call(
+    deliver: Deliver, form: Form, ndims: Iterable[int], eager: bool = False, beyond: bool = False
+) -> Callable[..., Any]:
     unpacker = unpacker_of(form, tuple(ndims))
 
     def call(token: Any, *operands: Any) -> tuple[Any, ...]:
@@ -437,7 +445,7 @@ def _host_call(deliver: Deliver, form: Form, ndims: Iterable[int], eager: bool =
             return (token,)
         # Copied, as the runtime reuses its buffers after the call and the callback may keep its arrays.
         number = int(token)
-        packet = Packet(unpacker, [np.array(x) for x in operands], eager, number < 0)
+        packet = Packet(unpacker, [np.array(x) for x in operands], eager, number < 0, beyond)
         with _delivering:
             new = deliver(packet, number)
         if form.results:
@@ -455,6 +463,8 @@ def _impl(token: Any, *operands: Any, deliver: Deliver, form: Form, **params: An
         # The token first: once it is there, earlier packets have arrived, and no computation is running that the
         # conversions could deadlock with.
         order = np.asarray(_compat.own_copy(token))
+        if (elsewhere := next(filter(_compat.is_elsewhere, operands), None)) is not None:
+            raise _errors.elsewhere([key for keys, _ in form.origin or () for key in keys], elsewhere.shape)
         if _is_split(operands):
             if form.results:
                 raise _errors.keys_in_other_processes()
@@ -484,7 +494,8 @@ def _lower(
         return _compat.lower_on_all_devices(ctx, bind, operands)
     if form.signal == RELEASE and everywhere:
         operands = _compat.lower_agreement(ctx, *operands)
-    call = _host_call(deliver, form, [len(a.shape) for a in ctx.avals_in[1:]])
+    ndims = [len(a.shape) for a in ctx.avals_in[1:]]
+    call = _host_call(deliver, form, ndims, beyond=_compat.reaches_beyond(ctx))
 
     def numbered(*arrays: Any) -> tuple[Any, ...]:
         try:

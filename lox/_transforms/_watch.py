@@ -7,6 +7,7 @@ called once, for the first that fails.
 import dataclasses
 import functools
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -47,7 +48,8 @@ class Report(HostFunction):
         super().__init__(callback)
         self._lock = threading.Lock()  # several devices may call at once
         self._kept: dict[int, NonFiniteError] = {}  # by program
-        self._ended: dict[int, set[int]] = {}  # the devices on which the failed program has ended
+        # The devices on which the failed program has ended, by program and number of devices.
+        self._ended: dict[tuple[int, int], set[int]] = {}
 
     def __call__(self, packet: Packet, token: int = 0) -> None:
         """Take the event, or the end of the program."""
@@ -61,13 +63,15 @@ class Report(HostFunction):
         elif packet.one_of_several:
             with self._lock:
                 self._kept.setdefault(program, error)
+                for known in [known for known in self._ended if known[0] == program]:
+                    del self._ended[known]  # it is another execution
         else:
             self.callback(error)
 
     def _is_first(self, program: int, device: int) -> bool:
         """Whether the failed program ends here first, of all devices of this process."""
         with self._lock:
-            ended = self._ended.setdefault(program, set())
+            ended = self._ended.setdefault((program, math.isqrt(device - 1)), set())
             if device in ended:  # when the program ran before
                 ended.clear()
             ended.add(device)

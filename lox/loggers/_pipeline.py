@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 
 from lox import _compat, _errors
+from lox._data import _sites
 from lox._data._bundle import Bundle
 from lox._data._logdict import logdict, warn_of_dropped
 from lox._engine._emit import END, Content, Packet, SplitPacket, packet_of
@@ -33,8 +35,9 @@ if TYPE_CHECKING:
     from lox.loggers._logger import Logger
 
 _numbers = itertools.count()  # of runs, unique in this process across loggers
-_FIRST_ALONE = 1 << 30
-_alone = itertools.count(_FIRST_ALONE)  # of runs that only this process of several has begun
+_FIRST_ALONE = 1 << 30  # the numbers of runs that only one process of several has begun
+_MOST_ALONE = 1 << 18  # in each process
+_alone = itertools.count()
 
 
 class Pipeline:
@@ -52,7 +55,7 @@ class Pipeline:
         self._lock = threading.RLock()  # held while host methods run
         self._registering = threading.Lock()
         self._writer: Writer | None = None
-        self._counted: collections.Counter[int] = collections.Counter()  # events that are spread over processes, by run
+        self._counted: collections.Counter[int] = collections.Counter()  # events spread over processes, by call
         self.delivery = PacketDelivery(self.receive)
         self._connections: dict[Any, Connection] = {}
 
@@ -113,9 +116,10 @@ class Pipeline:
         configs = [tree.rebuild(given[first:]) for given in lanes if given is not None]
         run_names = names.of_runs(words, impl, configs, template) if words else []
         runs = list(map(functools.partial(self.new_run, impl), words, configs, run_names))
-        if packet.one_of_several and _compat.this_process().processes > 1:
+        if packet.of_several_processes:
             for run in runs:  # other processes were not called, or begin others
-                run.id, run.alone = next(_alone), True
+                first = _FIRST_ALONE + _compat.this_process().number * _MOST_ALONE
+                run.id, run.alone = first + next(_alone) % _MOST_ALONE, True
         if step is not None:
             for run, given in zip(runs, filter(None, lanes), strict=True):
                 run.resumed = step, given[1].item()
@@ -218,9 +222,9 @@ class Pipeline:
         packet = job.packet
         if isinstance(packet, SplitPacket):
             self._take_parts(packet, job.rename)
-        elif packet.signal is None and packet.one_of_several and self._is_idle:
+        elif packet.signal is None and packet.of_several_processes and self._is_idle:
             self.errors.add(_errors.of_this_process(self.name), "taking events")
-        elif packet.signal == END or self._writes_all or (packet.one_of_several and not self._is_idle):
+        elif packet.signal == END or self._writes_all or (packet.of_several_processes and not self._is_idle):
             self.enqueue(job)
 
     def _take_parts(self, packet: SplitPacket, rename: Rename | None) -> None:
@@ -233,23 +237,28 @@ class Pipeline:
                 self.take(Job(whole, rename))
             return
         content = packet.split()
-        assert content.route is not None
-        whole, cells, count = _shards.cells(content)
-        if whole:
-            self.take(Job(packet_of(Content(whole, content.route.map(_compat.own_copy), {})), rename))
-        # Every process counts the events of all, so that the parts of one have the same number.
-        known = _compat.own_parts(content.route.tree, alone=False)
-        runs = [number for _, ids in known for number in ids.reshape(-1).tolist()]
-        if any(number >= _FIRST_ALONE for number in runs):
+        assert content.route is not None and isinstance(self.logger.process, int)
+        # Counted first, whatever goes wrong here: every process counts the events of all, so that the parts of one
+        # event have the same number everywhere.
+        site = _sites.call_site()
+        call = zlib.crc32(repr([site, [bundle.keys for bundle in content.bundles]]).encode())
+        first = self._counted[call]
+        self._counted[call] += _shards.count(content)
+        known = [ids for _, ids in _compat.own_parts(content.route.tree)]
+        if any((ids >= _FIRST_ALONE).any() for ids in known):
             raise _errors.LoxError(
                 f"{packet.error()}\nTheir run was begun inside of `jit`, and is known to one process only: call `init` "
                 "outside of it."
             )
-        before = {number: self._counted[number] for number in runs}
-        self._counted.update(dict.fromkeys(runs, count))
+        try:
+            whole, cells = _shards.cells(content, self.logger.process)
+        except _errors.LogTypeError as error:  # perhaps here only: others would wait for a process that ends
+            self.errors.add(error, f"taking events at {site}")
+            return
+        if whole:
+            self.take(Job(packet_of(Content(whole, content.route.map(_compat.own_copy), {})), rename))
         for cell in cells:
-            first = np.vectorize(before.__getitem__, otypes=[int])(cell.route.tree)
-            self.enqueue(Job(packet_of(_shards.numbered(cell, first, EVENT_NUMBER)), rename))
+            self.enqueue(Job(packet_of(_shards.numbered(cell, first, call, EVENT_NUMBER)), rename))
 
     def enqueue(self, job: Job) -> None:
         """Queue a job for the writer's thread, which does the rest: the program waits for this method."""

@@ -41,11 +41,15 @@ class _Part(NamedTuple):
     array: np.ndarray
 
 
-def cells(content: Content) -> tuple[list[Bundle], list[Cell], int]:
-    """Return events that all processes have, what this one has of the others, and how many numbers those have."""
+def count(content: Content) -> int:
+    """Return how many numbers the events need: all processes say the same."""
+    return max((bundle.count() for bundle in content.bundles), default=0)
+
+
+def cells(content: Content, owner: int) -> tuple[list[Bundle], list[Cell]]:
+    """Return events that all processes have, and what this one has of the others; `owner` has what all have."""
     whole: list[Bundle] = []
     mine: dict[Any, Cell] = {}
-    count = 0
     assert content.route is not None
     runs = _axes.lanes(content.route.flags)
     for bundle in content.bundles:
@@ -53,14 +57,13 @@ def cells(content: Content) -> tuple[list[Bundle], list[Cell], int]:
         if not any(_compat.is_split(x) for x in jax.tree.leaves(bundle)) and not lanes <= {*runs}:
             whole.append(jax.tree.map(_compat.own_copy, bundle))  # with lanes inside of runs, which others have too
             continue
-        for box, cell in _cells(bundle, content.route):
+        for box, cell in _cells(bundle, content.route, owner):
             # What was logged together stays together.
             mine.setdefault((bundle.single, box), Cell([], cell.route, cell.numbers)).events += cell.events
-        count = max(count, bundle.count())
-    return whole, [*mine.values()], count
+    return whole, [*mine.values()]
 
 
-def _cells(bundle: Bundle, route: Laned) -> Iterable[tuple[Any, Cell]]:
+def _cells(bundle: Bundle, route: Laned, owner: int) -> Iterable[tuple[Any, Cell]]:
     """Divide events such that of each division, this process has the same parts of all rows."""
     lead = [] if bundle.single else [EVENT]
     depth = max(len(x.flags) for x in (route, *bundle.values, *bundle.steps.values()))
@@ -76,7 +79,7 @@ def _cells(bundle: Bundle, route: Laned) -> Iterable[tuple[Any, Cell]]:
             raise _errors.in_other_processes(bundle.keys, x.tree.shape)  # lanes inside of runs have their own events
         return Laned(_own_part(x.tree, [box[rows.index(a)] for a in axes]), _lanes.with_depth(x.flags, depth))
 
-    values = {key: _Value(bundle, key, axes_of, rows, sizes) for key in bundle.keys}
+    values = {key: _Value(bundle, key, axes_of, rows, sizes, owner) for key in bundle.keys}
     boxes = [part.rows for value in values.values() for of_array in value.parts for part in of_array]
     flags = tuple(n in rows for n in range(depth))
     for box in _boxes(boxes, [sizes[axis] for axis in rows]):
@@ -96,12 +99,12 @@ def _cells(bundle: Bundle, route: Laned) -> Iterable[tuple[Any, Cell]]:
 class _Value:
     """What this process has to write of the value of a key."""
 
-    def __init__(self, bundle: Bundle, key: str, axes_of: Any, rows: list[Any], sizes: dict[Any, int]):
+    def __init__(self, bundle: Bundle, key: str, axes_of: Any, rows: list[Any], sizes: dict[Any, int], owner: int):
         value = jax.tree.unflatten(bundle.treedef(key), bundle.leaves(key))
         self._nodes, self._treedef = jax.tree.flatten(value, is_leaf=_is_node)
         arrays = [node.words if isinstance(node, PRNGKeyWords) else node for node in self._nodes]
         self._shapes = tuple(_shape(x.tree, axes_of(x), rows) for x in arrays)
-        self.parts = [_parts(x.tree, axes_of(x), rows, sizes) for x in arrays]
+        self.parts = [_parts(x.tree, axes_of(x), rows, sizes, owner) for x in arrays]
 
     def within(self, box: Sequence[Bounds], flags: tuple[bool, ...]) -> Shards:
         """Return the parts of these rows."""
@@ -124,13 +127,13 @@ def _shape(x: Any, axes: Sequence[Any], rows: Sequence[Any]) -> tuple[int, ...]:
     return tuple(size for n, size in enumerate(np.shape(x)) if n >= len(axes) or axes[n] not in rows)
 
 
-def _parts(x: Any, axes: list[Any], rows: list[Any], sizes: dict[Any, int]) -> list[_Part]:
+def _parts(x: Any, axes: list[Any], rows: list[Any], sizes: dict[Any, int], owner: int) -> list[_Part]:
     """Return the parts of an array that this process has to write, with the axes of rows in front."""
     named = [*axes, *[None] * (np.ndim(x) - len(axes))]
     present = [axis for axis in rows if axis in axes]
     order = [*[named.index(axis) for axis in present], *[n for n, axis in enumerate(named) if axis not in present]]
     parts = []
-    for bounds, array in _compat.own_parts(x):
+    for bounds, array in _compat.own_parts(x, alone=owner):
         of_axis = dict(zip(axes, bounds, strict=False))
         whole = [of_axis.get(axis, (0, sizes[axis])) for axis in rows]
         counts = [stop - start for start, stop in whole]
@@ -160,7 +163,7 @@ def _within(box: Sequence[Bounds], rows: Sequence[Bounds]) -> tuple[slice, ...] 
 
 def _own_part(x: Any, box: Sequence[Bounds]) -> np.ndarray:
     """Return a part of an array, from this process."""
-    for bounds, array in _compat.own_parts(x, alone=False):
+    for bounds, array in _compat.own_parts(x):
         if (inside := _within(box, bounds)) is not None:
             return array[inside]
     raise _errors.LogTypeError(
@@ -169,9 +172,13 @@ def _own_part(x: Any, box: Sequence[Bounds]) -> np.ndarray:
     )
 
 
-def numbered(cell: Cell, first: np.ndarray, step: str) -> Content:
-    """Return the content of a packet, with the numbers of the events as a step; `first` is that of each run."""
-    numbers = first if cell.numbers is None else np.expand_dims(cell.numbers, tuple(range(1, 1 + first.ndim))) + first
-    of_events = Laned(numbers, cell.route.flags)
-    events = [dataclasses.replace(bundle, steps={**bundle.steps, step: of_events}) for bundle in cell.events]
+def numbered(cell: Cell, first: int, call: int, step: str) -> Content:
+    """Return the content of a packet, with the numbers of the events as a step.
+
+    A number is that of the event, from `first` on, and of the call that brings it: what processes log at different
+    lines is never put together.
+    """
+    count = np.zeros((), np.int64) if cell.numbers is None else cell.numbers.astype(np.int64)
+    numbers = Laned((count + first << 32) + call, (False,) * len(cell.route.flags))
+    events = [dataclasses.replace(bundle, steps={**bundle.steps, step: numbers}) for bundle in cell.events]
     return Content(events, cell.route, {})

@@ -223,6 +223,11 @@ class Catalog:
         """Return the run that another process of the same program has begun, and that this one takes part in."""
         return None if part is None else self._resolution.shared.get((part.session, base, part.number))
 
+    def is_past(self, base: str, part: Part | None) -> bool:
+        """Tell whether other processes of the same program have already begun a later run with this base."""
+        shared = self._resolution.shared
+        return part is not None and any(s == part.session and b == base and n > part.number for s, b, n in shared)
+
     def dead_groups(self, bases: Iterable[str]) -> list[Group]:
         """Return the groups that had runs with these bases, and whose runs are all overwritten."""
         self.look_up(bases)
@@ -327,6 +332,8 @@ def choose(
     begun = [catalog.shared(base, part) for base, part in zip(bases, parts, strict=True)]
     rest = [n for n, record in enumerate(begun) if record is None]
     pick = lambda values: [values[n] for n in rest]  # noqa: E731
+    if any(catalog.is_past(base, part) for base, part in zip(bases, parts, strict=True)):
+        mode = "new" if mode == "overwrite" else mode  # it would overwrite what came after it
     if resumed is None:
         chosen = iter(_choose_names(catalog, pick(bases), pick(wanted), mode))
     else:

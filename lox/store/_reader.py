@@ -217,13 +217,13 @@ class Reader:
         for name, record in self._catalog.records.items():
             new: Chunks = {}
             for attempt in record.attempts():
-                parts = {_process(e): by_entry.get((e.group, e.number), {}) for e in attempt}
+                found = [by_entry.get((e.group, e.number), {}) for e in attempt]
                 if attempt[0].part is None:
-                    _merge(new, parts[0])
+                    _merge(new, found[0])
                     continue
+                parts = _shards.by_process(attempt, found)
                 for process, before in self._incomplete.get(attempt[0].attempt, {}).items():
-                    after = parts[process]
-                    parts[process] = {k: [*before.get(k, ()), *after.get(k, ())] for k in {**before, **after}}
+                    parts[process] = _shards.joined(before, parts.get(process, {}))
                 whole, _, incomplete[attempt[0].attempt] = _shards.merge(parts)
                 _merge(new, whole)
             with_events = {key: [c for c in chunks if c.events.count()] for key, chunks in new.items()}
@@ -336,7 +336,7 @@ class Reader:
         """Put together what the processes of an attempt have written; warn of those that are missing or behind."""
         if entries[0].part is None:
             return parts[0]
-        whole, behind, _ = _shards.merge(dict(zip(map(_process, entries), parts, strict=True)))
+        whole, behind, _ = _shards.merge(_shards.by_process(entries, parts))
         for text in _shards.check_processes(entries, name, behind):
             self._warn_once(text)
         return whole

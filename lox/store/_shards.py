@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from lox import _errors
-from lox._data import _sites
+from lox._data import _arrays, _sites
 from lox._data._bundle import Bundle
 from lox._data._lanes import Laned
 from lox.store._from_rows import Chunk, Chunks
+from lox.store._schema import WALL
 from lox.store._structure import EVENT_NUMBER, Shards
 
 _Processes = dict[int, Chunks]
@@ -46,12 +47,26 @@ class Behind:
             behind.append(
                 f"{_processes(nothing)} nothing" if behind else f"{_processes(nothing)} written nothing of it"
             )
-        who = f": {', '.join(behind)}" if behind else ""
-        return f"{self.missing} of {self.events} events of {self.key!r} are incomplete and left out{who}."
+        who = ", ".join(behind) or "processes have logged different events"
+        return f"{self.missing} of {self.events} events of {self.key!r} are incomplete and left out: {who}."
 
 
 def _processes(numbers: list[int]) -> str:
     return f"process {numbers[0]} has" if len(numbers) == 1 else f"processes {', '.join(map(str, numbers))} have"
+
+
+def by_process(entries: Iterable[Any], parts: Iterable[Chunks]) -> _Processes:
+    """Return what each process has written."""
+    found: _Processes = {}
+    for entry, chunks in zip(entries, parts, strict=True):
+        process = entry.part.process
+        found[process] = joined(found.get(process, {}), chunks)
+    return found
+
+
+def joined(before: Chunks, after: Chunks) -> Chunks:
+    """Return the chunks of both."""
+    return {key: [*before.get(key, ()), *after.get(key, ())] for key in {**before, **after}}
 
 
 def merge(of_processes: _Processes) -> tuple[Chunks, list[Behind], _Processes]:
@@ -71,13 +86,14 @@ def merge(of_processes: _Processes) -> tuple[Chunks, list[Behind], _Processes]:
                 if not isinstance(shards, Shards):
                     whole.setdefault(key, []).append(chunk)
                 elif chunk.events.count():
-                    kind = shards.treedef, shards.shapes, tuple(sorted(chunk.events.steps))
+                    impls = frozenset(filter(None, chunk.impls))
+                    kind = shards.treedef, shards.shapes, tuple(sorted(chunk.events.steps)), impls
                     kinds.setdefault(kind, []).append((process, chunk))
-        for (treedef, shapes, _), parts in kinds.items():
+        for (treedef, shapes, *_), parts in kinds.items():
             chunk, complete, numbers = _assemble(treedef, shapes, parts)
             if complete.any():
                 whole.setdefault(key, []).append(chunk)
-            if not complete.all():
+            if len(numbers) > complete.sum():
                 incomplete = numbers[~complete]
                 written = {}
                 for process, part in parts:
@@ -114,7 +130,7 @@ def _assemble(treedef: Any, shapes: Any, parts: list[tuple[int, Chunk]]) -> tupl
     numbers = np.unique(np.concatenate([_numbers(chunk) for _, chunk in parts]))
     values = [_Array(len(numbers), shape) for shape in shapes]
     steps = {name: _Array(len(numbers), ()) for name in first.events.steps if name != EVENT_NUMBER}
-    wall = np.full(len(numbers), -np.inf)
+    wall = np.full(len(numbers), np.nan)
     for _, chunk in parts:
         rows = np.searchsorted(numbers, _numbers(chunk))
         shards, impls = shards_of(chunk), iter(chunk.impls)
@@ -126,9 +142,9 @@ def _assemble(treedef: Any, shapes: Any, parts: list[tuple[int, Chunk]]) -> tupl
                 value.put(rows, bounds, block)
                 value.impl = next(impls)
         for name, step in steps.items():
-            step.put(rows, (), chunk.events.steps[name].tree)
+            step.put(rows, (), chunk.events.steps[name].tree, compare=name != WALL.name)
         if chunk.wall is not None:
-            wall[rows] = np.maximum(wall[rows], chunk.wall)
+            wall[rows] = np.where(np.isnan(wall[rows]), chunk.wall, wall[rows])  # of the first process
     differ = np.any([step.differ for step in steps.values()], 0) if steps else np.zeros(len(numbers), bool)
     if differ.any():
         _sites.warn(
@@ -136,13 +152,16 @@ def _assemble(treedef: Any, shapes: Any, parts: list[tuple[int, Chunk]]) -> tupl
             f"belong together: {differ.sum()} events are left out."
         )
     complete = np.all([x.count == math.prod(x.shape) for x in values], 0) & ~differ
+    # By time: the numbers of different calls say nothing about their order.
+    order = np.flatnonzero(complete)[np.lexsort((numbers[complete], wall[complete]))]
     events = Bundle(
-        [Laned(x.whole()[complete]) for x in values],
-        {name: Laned(x.whole()[complete]) for name, x in steps.items()},
+        [Laned(x.whole()[order]) for x in values],
+        {name: Laned(x.whole()[order]) for name, x in steps.items()},
         *(None, first.events.keys, (treedef,), False, first.events.site),
     )
-    times = None if first.wall is None else wall[complete]
-    return Chunk(times, events, tuple(x.impl for x in values), first.order), complete, numbers
+    times = None if first.wall is None else wall[order]
+    chunk = Chunk(times, events, tuple(x.impl for x in values), first.order)
+    return chunk, complete[~differ], numbers[~differ]
 
 
 class _Array:
@@ -155,11 +174,13 @@ class _Array:
         self.differ = np.zeros(events, bool)  # whether parts that should be the same are not
         self._array: np.ndarray | None = None
 
-    def put(self, rows: np.ndarray, bounds: Any, part: np.ndarray) -> None:
+    def put(self, rows: np.ndarray, bounds: Any, part: np.ndarray, compare: bool = False) -> None:
         """Put a part of these events in its place."""
         if self._array is None:
             self._array = np.zeros((len(self.count), *self.shape), part.dtype)
-        if not self.shape:
+        elif part.dtype != self._array.dtype:
+            self._array = self._array.astype(_arrays.promote(part.dtype, self._array.dtype))
+        if compare:
             old, again = self._array[rows], self.count[rows] > 0
             self.differ[rows] |= again & (old != part) & ((old == old) | (part == part))
         self._array[(rows, *[slice(*bound) for bound in bounds])] = part

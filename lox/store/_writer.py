@@ -135,6 +135,7 @@ class Writer:
         self.path = Path(path).absolute()  # the working directory may change
         self.run_names: list[str] = []
         self._process, self._processes, self._session = process or 0, processes, session
+        self._place = os.path.realpath(self.path), session, self._process
         self._buffer_bytes, self._segment_bytes = min(buffer_bytes, MOST_WAITING), segment_bytes
         self._write_once, self._lines = write_once, b""
         _group.check_nesting(config, fields=True)
@@ -236,7 +237,7 @@ class Writer:
             self._overwriting |= {e.number: e.base for e in entries if e.mode == "overwrite"}
             self._catalog.written_to(here)
             if self._session and not alone:
-                _begun[self.path, self._session, self._process].update(bases)
+                _begun[self._place].update(bases)
             self._write_lines(b"".join(entry.to_line() for entry in entries))
             opened_as = {e.number: e.name for e in entries}
             if not locked:  # another process may have chosen the same names at the same moment
@@ -252,7 +253,7 @@ class Writer:
         """Return which parts of runs this process begins: the n-th with a base is that of the other processes, too."""
         if not self._session:
             return [None] * len(bases)
-        begun = _begun.setdefault((self.path, self._session, self._process), collections.Counter()).copy()
+        begun = _begun.setdefault(self._place, collections.Counter()).copy()
         parts: list[Part | None] = []
         for base in bases:
             parts.append(Part(self._session, begun[base], self._process, self._processes))
