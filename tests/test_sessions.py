@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import lox
-from lox.store import Writer
+from lox.store import Writer, _shards
 
 KEYS = np.asarray([[0, 7], [0, 8]], np.uint32)
 
@@ -84,3 +84,15 @@ def test_a_process_that_is_killed(tmp_path: Any) -> None:
     zero.close()
     assert lox.load(tmp_path, "7")["p1"].tolist() == [1.0]
     assert lox.runs(tmp_path)[0].state == "killed"
+
+
+def test_events_of_one_call_are_in_order_whatever_clocks_say() -> None:
+    """Two processes log half of four events each, one of them with a slow clock; another line logs in between."""
+    first, second = 5, 3
+    number = lambda count, call: (count << 32) + call  # noqa: E731
+    at = {number(0, first): 10.0, number(1, first): 10.0, number(2, first): 9.0, number(3, first): 20.0}
+    at |= {number(0, second): 1.0, number(1, second): 15.0}
+    numbers = np.asarray(sorted(at))
+    times = _shards._in_time(numbers, np.asarray([at[n] for n in numbers.tolist()]))
+    order = [divmod(int(n), 1 << 32) for n in numbers[np.lexsort((numbers, times))]]
+    assert order == [(0, second), (0, first), (1, first), (2, first), (1, second), (3, first)]

@@ -152,8 +152,7 @@ def _assemble(treedef: Any, shapes: Any, parts: list[tuple[int, Chunk]]) -> tupl
             f"belong together: {differ.sum()} events are left out."
         )
     complete = np.all([x.count == math.prod(x.shape) for x in values], 0) & ~differ
-    # By time: the numbers of different calls say nothing about their order.
-    order = np.flatnonzero(complete)[np.lexsort((numbers[complete], wall[complete]))]
+    order = np.flatnonzero(complete)[np.lexsort((numbers[complete], _in_time(numbers, wall)[complete]))]
     events = Bundle(
         [Laned(x.whole()[order]) for x in values],
         {name: Laned(x.whole()[order]) for name, x in steps.items()},
@@ -162,6 +161,21 @@ def _assemble(treedef: Any, shapes: Any, parts: list[tuple[int, Chunk]]) -> tupl
     times = None if first.wall is None else wall[order]
     chunk = Chunk(times, events, tuple(x.impl for x in values), first.order)
     return chunk, complete[~differ], numbers[~differ]
+
+
+def _in_time(numbers: np.ndarray, wall: np.ndarray) -> np.ndarray:
+    """Return times to put events in order: those of one call are in order of their numbers, whatever clocks say.
+
+    The numbers of different calls say nothing about their order.
+    """
+    wall = wall.copy()
+    for call in np.unique(numbers & _CALL):
+        mine = np.flatnonzero(numbers & _CALL == call)  # in order: numbers are sorted
+        wall[mine] = np.maximum.accumulate(wall[mine])
+    return wall
+
+
+_CALL = (1 << 32) - 1  # the bits of a number that stand for the call
 
 
 class _Array:
