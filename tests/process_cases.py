@@ -291,7 +291,15 @@ def jsonl():
 
 
 def tensorboard():
-    write(lox.loggers.TensorBoardLogger(directory), lambda logger: logger.init)
+    def begin(logger):
+        def init(key):
+            state = logger.init(key)
+            logger.log_text(state, "note", "begun")
+            return state
+
+        return init
+
+    write(lox.loggers.TensorBoardLogger(directory), begin)
 
 
 def wandb():

@@ -205,6 +205,7 @@ def test_tensorboard_in_the_first_process(tmp_path: Path) -> None:
         found.append(
             [
                 {tag: [(e.step, e.value) for e in a.Scalars(tag)] for tag in a.Tags()["scalars"]}
+                | {tag: len(a.Tensors(tag)) for tag in a.Tags()["tensors"]}
                 for a in (a.Reload() for a in accumulators)
             ]
         )

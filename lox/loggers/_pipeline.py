@@ -40,6 +40,17 @@ _MOST_ALONE = 1 << 18  # in each process
 _alone = itertools.count()
 
 
+def _number_alone() -> int:
+    """Number a run that only this process has begun: no other process has the same number for another one."""
+    number = next(_alone)
+    if number >= _MOST_ALONE:
+        raise _errors.LoxError(
+            f"one process has begun {_MOST_ALONE} runs inside of programs of several processes, which is the most. "
+            "Begin them outside of `jit`."
+        )
+    return _FIRST_ALONE + _compat.this_process().number * _MOST_ALONE + number
+
+
 class Pipeline:
     """Takes events to the host methods of its logger."""
 
@@ -118,8 +129,7 @@ class Pipeline:
         runs = list(map(functools.partial(self.new_run, impl), words, configs, run_names))
         if packet.of_several_processes:
             for run in runs:  # other processes were not called, or begin others
-                first = _FIRST_ALONE + _compat.this_process().number * _MOST_ALONE
-                run.id, run.alone = first + next(_alone) % _MOST_ALONE, True
+                run.id, run.alone = _number_alone(), True
         if step is not None:
             for run, given in zip(runs, filter(None, lanes), strict=True):
                 run.resumed = step, given[1].item()
@@ -134,10 +144,10 @@ class Pipeline:
     @property
     def _is_idle(self) -> bool:
         """Whether another process of the program does all the writing."""
-        return not (self._writes_all or self.logger._joins_processes)
+        return not (self.writes_all or self.logger._joins_processes)
 
     @property
-    def _writes_all(self) -> bool:
+    def writes_all(self) -> bool:
         """Whether this process writes even what all processes have."""
         return self.logger.process == "all" or _compat.this_process().number == self.logger.process
 
@@ -224,7 +234,7 @@ class Pipeline:
             self._take_parts(packet, job.rename)
         elif packet.signal is None and packet.of_several_processes and self._is_idle:
             self.errors.add(_errors.of_this_process(self.name), "taking events")
-        elif packet.signal == END or self._writes_all or (packet.of_several_processes and not self._is_idle):
+        elif packet.signal == END or self.writes_all or (packet.of_several_processes and not self._is_idle):
             self.enqueue(job)
 
     def _take_parts(self, packet: SplitPacket, rename: Rename | None) -> None:

@@ -91,7 +91,7 @@ class TensorBoardLogger(CurveLogger):
         def write(packet: Packet, token: int) -> None:
             del token
             for number, at in filter(None, packet.by_lane()):
-                if self._pipeline.is_usable(int(number)):
+                if self._pipeline.writes_all and self._pipeline.is_usable(int(number)):
                     with self._pipeline.isolated(f"writing the text {key!r}"):
                         file = self._pipeline.runs[int(number)].resource
                         self._open_files.append(file, _tfevents.text(key, int(at), text, time.time()))
