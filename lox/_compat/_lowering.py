@@ -34,8 +34,9 @@ def lower_callback(ctx: Any, callback: Any, *operands: Any, waits: bool = False,
 
     Not `jax.debug.callback`, which is twenty times slower and starts a computation inside the callback, which may
     deadlock: this passes NumPy arrays. On several devices the callback gets `~token`, a negative number. Inside of
-    shard_map the next token is a result of the call, so that each device makes its calls in order. Outside, where one
-    device calls for all, the others do not wait for its calls, unless it `answers`.
+    shard_map the next token is a result of the call, so that each device makes its calls in order; if some axes are
+    left to the compiler, only if it `waits`. Outside, where one device calls for all, the others do not wait for its
+    calls, unless it `answers`.
     """
     axis_context = ctx.module_context.axis_context
     if is_on_one_device(ctx):
@@ -106,7 +107,8 @@ def reaches_beyond(ctx: Any) -> bool:
     if devices is not None:
         return len({device.process_index for device in devices}) > 1
     # JAX does not say yet on which devices: nobody spreads a mesh over processes that would fit into one.
-    return (axis_context.num_devices if mesh is None else mesh.size) > jax.local_device_count()
+    number = getattr(axis_context, "num_devices", jax.device_count()) if mesh is None else mesh.size
+    return number > jax.local_device_count()
 
 
 def is_called_once(ctx: Any) -> bool:
@@ -173,7 +175,12 @@ def lower_agreement(ctx: Any, token: Any, failed: Any) -> Any:
         number = lax.axis_index(axes) + 1 + size**2
         return [token, jax.numpy.where(any_failed > 0, number, jax.numpy.zeros_like(failed))]
 
-    outs = mlir.lower_fun(agree, multiple_results=True)(ctx.replace(avals_out=ctx.avals_in), token, failed)
+    return _lowered(agree, ctx, ctx.avals_in, token, failed)
+
+
+def _lowered(fun: Any, ctx: Any, avals_out: Any, *operands: Any) -> list[Any]:
+    """Lower a function; returns its results, each of which is one value."""
+    outs = mlir.lower_fun(fun, multiple_results=True)(ctx.replace(avals_out=avals_out), *operands)
     return [x for xs in outs for x in (xs if isinstance(xs, list) else [xs])]
 
 
@@ -194,10 +201,8 @@ def lower_in_whole_bytes(ctx: Any, callback: Any, operands: Any, **options: Any)
         return [x.astype(d) for x, d in zip(xs, wide, strict=True)]
 
     avals = [a.update(dtype=np.dtype(d)) for a, d in zip(ctx.avals_in, wide, strict=True)]
-    widened = mlir.lower_fun(widen, multiple_results=True)(ctx.replace(avals_out=avals), *operands)
     inner = ctx.replace(avals_in=avals)
-    wide_operands = [x for xs in widened for x in (xs if isinstance(xs, list) else [xs])]
-    outs = lower_callback(inner, narrowing, *wide_operands, **options)
+    outs = lower_callback(inner, narrowing, *_lowered(widen, ctx, avals, *operands), **options)
     if inner.tokens_out is not None:
         ctx.set_tokens_out(inner.tokens_out)
     return outs
@@ -268,9 +273,9 @@ def lower_host_call(ctx: Any, callback: Any, *operands: Any) -> Any:
     XLA may reorder calls that do not depend on each other, even those with side effects, so its effects must include
     the order effect. Inside shard_map every device calls, and there is no single order to keep.
     """
-    axis_context = ctx.module_context.axis_context
-    if getattr(axis_context, "num_devices", None) == 1:
+    if is_on_one_device(ctx):
         return _call_in_order(ctx, callback, operands)
+    axis_context = ctx.module_context.axis_context
     inside = isinstance(axis_context, SPMDAxisContext)
     if inside and not is_gathered(ctx) and jax.config.jax_use_shardy_partitioner:
         ctx.set_tokens_out(ctx.tokens_in)
