@@ -7,7 +7,7 @@ import lox
 
 ROOT = Path(lox.__file__).parent
 # From the ground up. A module outside of the packages may import everything.
-STOREYS = ["_version", "_errors", "_compat", "_data", "_engine", "_transforms", "store", "loggers"]
+STOREYS = ["_version", "_errors", "_compat", "_data", "_engine", "_transforms", "store", "loggers", "view"]
 MODULES = {
     ".".join(["lox", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))

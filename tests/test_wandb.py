@@ -24,7 +24,6 @@ import lox.wandb
 from lox.loggers import WandbLogger
 from lox.loggers._module_api import SingleRuns
 from lox.loggers._trackers import _wandb_file
-from lox.loggers._trackers._bands import t95
 
 pytestmark = pytest.mark.slow
 
@@ -341,12 +340,6 @@ def test_aggregate_lanes_that_differ(tmp_path, offline):
     assert file.events("step")["late/std"] == [({"step": 3}, 0)]  # one lane has no spread
     assert file.events("step")["big"] == [({}, 3)]
     assert file.events("step")["h"][0][1]["values"] == [1, 2]
-
-
-def test_t95():
-    np.testing.assert_allclose(
-        t95(np.array([2, 8, 31, 41, 121, 10_001])), [12.706, 2.365, 2.042, 2.021, 1.980, 1.960], 3e-4
-    )
 
 
 def test_statistics_of_lanes_that_disagree(tmp_path, offline):

@@ -62,6 +62,16 @@ class Runs(Mapping[str, logdict]):
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
+    @property
+    def table(self) -> RunTable:
+        """The runs without their events: configs, times, states."""
+        return RunTable([self._reader._info(self._reader._catalog.records[name]) for name in self._names])
+
+    def only(self, argnames: str | Iterable[str] | None = None, names: Iterable[str] | None = None) -> "Runs":
+        """Return the same runs, or some of them, with only some keys."""
+        chosen = self._argnames if argnames is None else _selection.names("argnames", argnames)
+        return Runs(self._reader, list(self._names if names is None else names), chosen)
+
     # Loads all runs at once: one by one, each would read every file.
 
     def items(self) -> Any:

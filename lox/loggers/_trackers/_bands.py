@@ -5,22 +5,9 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from lox._data import _statistics
 from lox._data._histogram import Histogram
 from lox.loggers._trackers._series import Series
-
-# Student's t: 95% of the distribution lie within, by degrees of freedom from 1 on.
-_T95 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
-    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-
-
-def t95(samples: np.ndarray) -> np.ndarray:
-    """Return the half width of the 95% interval of a mean, in standard errors; beyond the table by a series."""
-    freedom = np.maximum(samples - 1, 1)
-    z = 1.959964
-    series = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    return np.where(freedom <= len(_T95), np.asarray(_T95)[np.minimum(freedom, len(_T95)) - 1], series)
 
 
 def over_lanes(one: Series, part_name: Callable[[str, str], str]) -> Iterator[Series]:
@@ -52,7 +39,7 @@ def over_lanes(one: Series, part_name: Callable[[str, str], str]) -> Iterator[Se
         mean = x.sum(0) / n
         deviation = np.where(valid[:, kept], x - mean, 0.0)
         std = np.sqrt(np.square(deviation).sum(0) / np.maximum(n - 1, 1))
-        margin = t95(n) * std / np.sqrt(n)
+        margin = _statistics.margin95(n, std)
         several = None if (n > 1).all() else n > 1  # one lane alone has no spread
         yield Series(part.name, mean, steps, None)
         for name, values in (("std", std), ("ci95_low", mean - margin), ("ci95_high", mean + margin)):
