@@ -318,7 +318,7 @@ def test_aggregate(tmp_path, offline):
     assert file.name == "all"
     assert file.config == {"runs": ["7 rate=0", "8 rate=1", "9 rate=5"], "rate": [0, 1, 5], "kind": "sgd"}
     mean, std = 2.0, np.std([0, 1, 5], ddof=1)
-    margin = 4.303 * std / np.sqrt(3)
+    margin = 4.30265273 * std / np.sqrt(3)
     assert rows_of(file, "step", "episode", "loss") == [(n, n // 2, mean + n / 2) for n in range(3)]
     for n, row in enumerate(file.rows):
         actual = [row["loss/std"], row["loss/ci95_low"], row["loss/ci95_high"]]
