@@ -68,6 +68,8 @@ from lox.loggers._console._progress import progress as progress
 from lox.loggers._files._save_once import save as save
 from lox.store import load as load
 from lox.store import runs as runs
+from lox.view import compare as compare
+from lox.view import plot as plot
 
 _batching.install()
 _hidden.install(_trace.run_function)

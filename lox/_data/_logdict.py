@@ -236,6 +236,18 @@ class logdict(dict[str, Any]):
         """
         return _dataframe.to_dataframe(self, form)
 
+    def plot(self, key: str | Iterable[str] | None = None, **options: Any) -> Any:
+        """Plot the curves of every key, mean and band over lanes, as `lox.plot`, which has the options.
+
+        >>> import numpy as np, lox
+        >>> loss = np.random.default_rng(0).normal(size=(100, 8))
+        >>> logs = lox.logdict.from_arrays({"loss": loss}, steps={"step": np.arange(100)}, lanes=1)
+        >>> logs.plot(band="std", lanes=True)
+        <plot of 'loss': .save('plot.html'), .save('plot.png')>
+        """
+        assert plotter is not None
+        return plotter(self, key, **options)
+
     # --- choosing and renaming ---
 
     def filter(self, which: str | Iterable[str] | Callable[..., Any]) -> "logdict":
@@ -607,6 +619,8 @@ class logdict(dict[str, Any]):
             raise _errors.LoxError("these logs have no lanes: nothing was logged under `vmap`.")
         return new.compact()
 
+
+plotter: Callable[..., Any] | None = None  # `lox.plot`, which is storeys above
 
 _settled = contextlib.nullcontext()  # if another thread was faster
 

@@ -5,7 +5,6 @@ Samples are along the first axis. NumPy only; the tests compare with SciPy, arch
 
 import functools
 import math
-from collections.abc import Callable
 
 import numpy as np
 
@@ -39,12 +38,13 @@ def t95(n: np.ndarray) -> np.ndarray:
     """Return the half width of the 95% interval of a mean of `n` samples, in standard errors; NaN for one sample."""
     n = np.asarray(n)
     sizes, place = np.unique(n, return_inverse=True)
-    return np.array([_t95(int(size) - 1) for size in sizes])[place].reshape(n.shape)
+    return np.array([t_quantile(int(size) - 1) for size in sizes])[place].reshape(n.shape)
 
 
 @functools.cache
-def _t95(freedom: int) -> float:
-    if freedom < 1:
+def t_quantile(freedom: float) -> float:
+    """Return within which 95% of Student's t lie, on both sides of zero; NaN without degrees of freedom."""
+    if freedom <= 0:
         return math.nan
     z = _Z95
     if freedom > _SERIES_FROM:  # Cornish and Fisher's expansion
@@ -55,24 +55,38 @@ def _t95(freedom: int) -> float:
             (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
         )
         return z + sum(term / freedom**n for n, term in enumerate(terms, 1))
-    low, high = z, 13.0
+    low, high = z, 2 * z
+    while _t_beyond(high, freedom) > 0.05:
+        low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _t_within(middle, freedom) < 0.95 else (low, middle)
+        low, high = (middle, high) if _t_beyond(middle, freedom) > 0.05 else (low, middle)
     return (low + high) / 2
 
 
-def _t_within(t: float, freedom: int) -> float:
-    """Return the probability that Student's t lies within -t and t, which is a finite sum for whole degrees."""
-    angle = math.atan(t / math.sqrt(freedom))
-    sine, square = math.sin(angle), math.cos(angle) ** 2
-    odd = freedom % 2
-    term = math.cos(angle) if odd else 1.0
-    total = 0.0 if freedom == 1 else term
-    for k in range(1 + odd, freedom - 2, 2):
-        term *= square * k / (k + 1)
-        total += term
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+def _t_beyond(t: float, freedom: float) -> float:
+    """Return the probability that Student's t is not within -t and t: the regularized incomplete beta function."""
+    a, b, x = freedom / 2, 0.5, freedom / (freedom + t * t)
+    scale = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    if x < (a + 1) / (a + b + 2):
+        return scale * _continued_fraction(a, b, x) / a
+    return 1 - scale * _continued_fraction(b, a, 1 - x) / b
+
+
+def _continued_fraction(a: float, b: float, x: float) -> float:
+    """Evaluate the continued fraction of the incomplete beta function from front to back, by Lentz's method."""
+    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    result = d
+    for m in range(1, 10_000):
+        for factor in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d, c = 1 / (1 + factor * d), 1 + factor / c
+            result *= c * d
+        if abs(c * d - 1) < 1e-16:
+            break
+    return result
 
 
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
@@ -99,15 +113,6 @@ def quantile(values: np.ndarray, q: float) -> np.ndarray:
     # As NumPy interpolates, from the nearer end, so that both agree to the last bit.
     difference = second - first
     return np.where(share >= 0.5, second - difference * (1 - share), first + difference * share)
-
-
-def bootstrap95(
-    statistic: Callable[[np.ndarray], np.ndarray], draws: np.ndarray, confidence: float = 0.95
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the percentile interval of a statistic; `draws` has the samples of each draw: `(sample, draw, ...)`."""
-    found = np.asarray(statistic(draws))
-    tail = (1 - confidence) / 2
-    return quantile(found, tail), quantile(found, 1 - tail)
 
 
 def draw(n: int, times: int, generator: np.random.Generator) -> np.ndarray:

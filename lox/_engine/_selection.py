@@ -35,7 +35,7 @@ class Selection:
             return []
         if self.argnames is None:
             return keys
-        return [k for k in keys if _matches(k, self.argnames)]
+        return [k for k in keys if matches(k, self.argnames)]
 
 
 def names(option: str, given: Any) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class Names:
             there = list(dict.fromkeys(tag for _, labels in logged for tag in sorted(labels)))
             which = "No log has a tag." if logged and not there else _there("tags", there)
             texts.append(f"no log has {_one_of('tag', sorted(tags))}. {which}{_nearest(sorted(tags), there)}")
-        if names and tags and not any(texts) and not any(tags & have and _matches(key, names) for key, have in logged):
+        if names and tags and not any(texts) and not any(tags & have and matches(key, names) for key, have in logged):
             texts.append(f"no log has both {_one_of('key', names)} and {_one_of('tag', sorted(tags))}.")
         return [text for text in texts if text]
 
@@ -126,5 +126,6 @@ def _one_of(what: str, names: Iterable[str]) -> str:
     return f"the {what} {names[0]!r}" if len(names) == 1 else f"one of the {what}s {_errors.listing(names)}"
 
 
-def _matches(key: str, patterns: Iterable[str]) -> bool:
+def matches(key: str, patterns: Iterable[str]) -> bool:
+    """Tell whether a key matches any of these names or globs."""
     return any(fnmatch.fnmatchcase(key, p) for p in patterns)

@@ -67,6 +67,12 @@ class Runs(Mapping[str, logdict]):
         """The runs without their events: configs, times, states."""
         return RunTable([self._reader._info(self._reader._catalog.records[name]) for name in self._names])
 
+    @property
+    def logged(self) -> list[str]:
+        """The keys that any of the runs has logged; no event is read for it."""
+        keys = self._reader.keys(self._names)
+        return keys if self._argnames is None else [key for key in keys if self._select(key)]
+
     def only(self, argnames: str | Iterable[str] | None = None, names: Iterable[str] | None = None) -> "Runs":
         """Return the same runs, or some of them, with only some keys."""
         chosen = self._argnames if argnames is None else _selection.names("argnames", argnames)
@@ -476,6 +482,19 @@ class Reader:
                 f"the directory {str(self.path)!r} has no runs: lox has written nothing to it. Check the path."
             )
 
+    def _chosen(self, where: Where | None) -> list[str]:
+        """Return the names of the runs found so far whose config has these values; at least one, or it is an error."""
+        if not self._catalog.records:
+            raise _errors.RunNotFoundError(f"the directory {str(self.path)!r} has no runs yet.")
+        if where is None:
+            return list(self._catalog.records)
+        chosen = [run.name for run in self.runs().where(where)]
+        if not chosen:
+            raise _errors.RunNotFoundError(
+                f"no run in {str(self.path)!r} has {where!r} in its config. `lox.runs(path)` shows what they have."
+            )
+        return chosen
+
     def _prepare(self, names: Sequence[str], argnames: tuple[str, ...] | None) -> None:
         """Scan the files of these runs, and warn of damage and of names of keys that none of them has."""
         self._warn_of(self._whole(names, lambda: self._scan(self._groups_of(names))))
@@ -505,14 +524,22 @@ class Reader:
                 + f"\nEverything intact was loaded. lox.store.repair({str(self.path)!r}) removes the rest."
             )
 
+    def keys(self, names: Iterable[str] | None = None) -> list[str]:
+        """Return what the runs found so far, or those with these names, have logged, without reading any event."""
+        names = list(self._catalog.records if names is None else names)
+        self._whole(names, lambda: [group.scan() for group in self._groups_of(names)])
+        return self._known_keys(names)
+
+    def _known_keys(self, names: Iterable[str]) -> list[str]:
+        by_group = self._by_group([self._catalog.records[name] for name in names])
+        runs = [(group, number) for group, numbers in by_group.items() for number in numbers]
+        segments = dict.fromkeys(segment for group, number in runs for segment in group.segments_of(number)[0])
+        return list(dict.fromkeys(key.name for segment in segments if segment.schema for key in segment.schema.keys))
+
     def _check_names(self, names: Sequence[str], argnames: tuple[str, ...] | None) -> None:
         """Warn of names that match no key in the files of these runs."""
         if argnames is not None:
-            by_group = self._by_group([self._catalog.records[name] for name in names])
-            runs = [(group, number) for group, numbers in by_group.items() for number in numbers]
-            segments = dict.fromkeys(segment for group, number in runs for segment in group.segments_of(number)[0])
-            known = dict.fromkeys(key.name for segment in segments if segment.schema for key in segment.schema.keys)
-            text = _selection.unmatched("argnames", argnames, known)
+            text = _selection.unmatched("argnames", argnames, self._known_keys(names))
             if text:
                 self._warn_once(text)
 
@@ -610,16 +637,7 @@ def load(
         reader._open_for_loading(bases=bases, name=name)
     else:
         reader._open_for_loading()
-    records = reader._catalog.records
-    if not records:
-        raise _errors.RunNotFoundError(f"the directory {str(reader.path)!r} has no runs yet.")
-    if where is not None:
-        chosen_by_config = {run.name for run in reader.runs().where(where)}
-        if not chosen_by_config:
-            raise _errors.RunNotFoundError(
-                f"no run in {str(reader.path)!r} has {where!r} in its config. `lox.runs(path)` shows what they have."
-            )
-        records = {name: record for name, record in records.items() if name in chosen_by_config}
+    records = dict.fromkeys(reader._chosen(where))
     if bases is not None:
         by_base = {base: [n for n in reader._catalog.attempts.get(base, []) if n in records] for base in bases}
         for base, found in by_base.items():
@@ -639,6 +657,14 @@ def load(
     if single:
         return chosen_runs[chosen[0]]
     return chosen_runs if key is None else chosen_runs.stack()
+
+
+def runs_in(path: str | os.PathLike[str], where: Where | None = None, wall: bool = False) -> Runs:
+    """Return the runs of a directory as `load` does, but as a mapping even if there is only one."""
+    reader = Reader(path)
+    reader._wall = wall
+    reader._open_for_loading()
+    return Runs(reader, reader._chosen(where), None)
 
 
 def runs(path: str | os.PathLike[str], where: Where | None = None) -> RunTable:

@@ -36,13 +36,14 @@ class Group:
     runs: tuple[str, ...]
 
 
-def groups(runs: Sequence[Run], by: str | Iterable[str] | None = None) -> list[Group]:
+def groups(runs: Sequence[Run], by: str | Iterable[str] | None = None, pooled: Iterable[str] = ()) -> list[Group]:
     """Sort runs into groups, in the order of their first runs.
 
     Args:
         runs: The runs.
         by: Names in the config: runs with the same values are a group, whatever else differs, with a warning if
             something does. By default all names but that of a seed, and lanes of different vmaps are kept apart.
+        pooled: Names that may differ within a group.
     """
     configs = [flat_config(run.config) for run in runs]
     known = dict.fromkeys(name for config in configs for name in config)
@@ -58,10 +59,10 @@ def groups(runs: Sequence[Run], by: str | Iterable[str] | None = None) -> list[G
                 raise _errors.OptionError(f"`by` names {name!r}, which is not in the config of any run. {has}{hint}")
     members: dict[Any, list[int]] = {}
     for n, (config, call) in enumerate(zip(configs, calls, strict=True)):
-        values = tuple(_identity(config.get(name)) if name in config else None for name in names)
+        values = tuple(identity(config.get(name)) if name in config else None for name in names)
         members.setdefault((call, values), []).append(n)
     if by is not None:
-        _warn_of_pooling([[configs[n] for n in indices] for indices in members.values()], names)
+        _warn_of_pooling([[configs[n] for n in indices] for indices in members.values()], names, set(pooled))
     commons = [common([configs[n] for n in indices]) for indices in members.values()]
     titles = _titles(commons, names if by is not None else None)
     made = []
@@ -86,7 +87,7 @@ def common(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         name: value
         for name, value in first.items()
-        if all(name in other and _identity(other[name]) == _identity(value) for other in configs[1:])
+        if all(name in other and identity(other[name]) == identity(value) for other in configs[1:])
     }
 
 
@@ -95,7 +96,7 @@ def text_of(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
-def _identity(value: Any) -> str:
+def identity(value: Any) -> str:
     """Return a text that is the same for equal values; 0.1 may have been a float32."""
     if isinstance(value, float) and np.isfinite(value):
         with np.errstate(over="ignore", under="ignore"):
@@ -111,17 +112,17 @@ def _titles(configs: Sequence[Mapping[str, Any]], names: list[str] | None) -> li
     differ = [
         name
         for name in known
-        if names is not None or len({_identity(c[name]) if name in c else None for c in configs}) > 1
+        if names is not None or len({identity(c[name]) if name in c else None for c in configs}) > 1
     ]
     return [", ".join(f"{name}={text_of(c[name])}" for name in differ if name in c) for c in configs]
 
 
-def _warn_of_pooling(groups_of: Sequence[Sequence[Mapping[str, Any]]], names: list[str]) -> None:
+def _warn_of_pooling(groups_of: Sequence[Sequence[Mapping[str, Any]]], names: list[str], pooled: set[str]) -> None:
     mixed = {}
     for configs in groups_of:
         for name in dict.fromkeys(name for config in configs for name in config):
-            values = {_identity(config[name]) if name in config else None for config in configs}
-            if len(values) > 1 and not is_seed(name) and name not in names:
+            values = {identity(config[name]) if name in config else None for config in configs}
+            if len(values) > 1 and not is_seed(name) and name not in pooled.union(names):
                 mixed[name] = max(mixed.get(name, 0), len(values))
     if mixed:
         others = _errors.listing(mixed)
