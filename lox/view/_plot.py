@@ -280,7 +280,7 @@ def _figure(charts: Sequence[Chart], style: Style, title: str | None) -> Any:
             _draw(axes, drawn, groups.index(drawn.group), style)
         _label(axes, chart.name, axis_label(chart.step), style)
         if style.log_y:
-            axes.set_ylim(bottom=0.7 * _lowest(chart, style))
+            axes.set_ylim(*_limits(chart, style))
         if any(drawn.group for drawn in chart.groups):
             axes.legend(fontsize="small", frameon=False)
     everything = [drawn for chart in charts for drawn in chart.groups]
@@ -321,11 +321,15 @@ def _draw(axes: Any, drawn: Drawn, number: int, style: Style) -> None:
         axes.plot([end.x], shown(np.array([end.value])), mark, color=colour, markersize=6, markeredgewidth=1.2)
 
 
-def _lowest(chart: Chart, style: Style) -> float:
-    """Return the lowest number that a logarithmic axis can show, of all but the lower edges of bands."""
+def _limits(chart: Chart, style: Style) -> tuple[float, float]:
+    """Return the ends of a logarithmic axis: of all that it can show but the lower edges of bands."""
     arrays = [x for drawn in chart.groups for x in (drawn.band.center, drawn.band.high)]
     arrays += [drawn.curve.values.ravel() for drawn in chart.groups if style.lanes]
-    return min((float(x[x > 0].min()) for x in arrays if (x > 0).any()), default=1.0)
+    shown = [x[(x > 0) & np.isfinite(x)] for x in arrays]
+    low = min((float(x.min()) for x in shown if len(x)), default=0.1)
+    high = max((float(x.max()) for x in shown if len(x)), default=1.0)
+    margin = max((high / low) ** 0.05, 1.1)
+    return low / margin, high * margin
 
 
 def _label(axes: Any, title: str, label: str, style: Style) -> None:
