@@ -20,7 +20,7 @@ def value(prng_key, i):
 
 def train(prng_key):
     def step(carry, i):
-        x = jax.random.normal(jax.random.fold_in(prng_key, i))
+        x = value(prng_key, i)
         lox.log(
             {"loss": x, "rate": 0.1 * i.astype(jnp.float32), "pair": jnp.stack([x, 2 * x])}, step=10 * i, epoch=i // 4
         )
