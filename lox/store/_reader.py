@@ -70,7 +70,9 @@ class Runs(Mapping[str, logdict]):
     @property
     def logged(self) -> list[str]:
         """The keys that any of the runs has logged; no event is read for it."""
-        keys = self._reader.keys(self._names)
+        names = list(self._names)
+        self._reader._whole(names, lambda: [group.scan() for group in self._reader._groups_of(names)])
+        keys = self._reader._known_keys(names)
         return keys if self._argnames is None else [key for key in keys if self._select(key)]
 
     def only(self, argnames: str | Iterable[str] | None = None, names: Iterable[str] | None = None) -> "Runs":
@@ -616,12 +618,6 @@ class Reader:
                 + "\n  ".join(problems)
                 + f"\nEverything intact was loaded. lox.store.repair({str(self.path)!r}) removes the rest."
             )
-
-    def keys(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return what the runs found so far, or those with these names, have logged, without reading any event."""
-        names = list(self._catalog.records if names is None else names)
-        self._whole(names, lambda: [group.scan() for group in self._groups_of(names)])
-        return self._known_keys(names)
 
     def _known_keys(self, names: Iterable[str]) -> list[str]:
         by_group = self._by_group([self._catalog.records[name] for name in names])
