@@ -115,8 +115,8 @@ def _iqm(values: np.ndarray, n: np.ndarray) -> Edges:
     for size in sorted({int(size) for size in n if size > 1}):
         weights = trimmed_weights(size)
         for points in _in_parts(np.flatnonzero(n == size)):
-            found = weights @ ordered[:size, points]
-            low[points], high[points] = (_statistics.quantile(found, q) for q in (0.025, 0.975))
+            found = ordered[:size, points].T @ weights.T
+            low[points], high[points] = np.quantile(found, (0.025, 0.975), axis=1)
     return _statistics.interquartile_mean(values), low, high
 
 
