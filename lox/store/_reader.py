@@ -146,6 +146,7 @@ class Reader:
             raise _errors.OptionError(f"`damaged` is {damaged!r}; choose 'error' or 'skip'.")
         self.path = Path(path).absolute()
         self._skips, self._wall, self._attempts = damaged == "skip", False, "newest"
+        self._typed = True  # whether PRNG keys are JAX's, which start a backend, and not their words
         self._catalog = Catalog(self.path)
         self._polled: dict[tuple[str, str], _Polled] = {}  # by group and file
         self._incomplete: dict[Any, dict[int, Chunks]] = {}  # by attempt and process: parts of events
@@ -245,7 +246,7 @@ class Reader:
             with_events = {key: [c for c in chunks if c.events.count()] for key, chunks in new.items()}
             with_events = {key: chunks for key, chunks in with_events.items() if chunks}
             if with_events:
-                logs[name] = _from_rows.to_logdict(with_events)
+                logs[name] = _from_rows.to_logdict(with_events, self._typed)
         self._polled.update(polled)  # only now, so that one may poll again after an error
         self._incomplete.update(incomplete)
         return logs
@@ -262,7 +263,7 @@ class Reader:
             if parts:
                 wall = max(wall, float(segment.read([WALL], parts)[0].max(initial=-math.inf)))
             ends[group.id, segment.file.name] = _Polled(max(batches, len(segment.rows)), wall)
-        return _from_rows.of_all_runs(group, select, new.__getitem__), ends
+        return _from_rows.of_all_runs(group, select, new.__getitem__, self._wall), ends
 
     def _new_parts(self, group: Group, segment: SegmentReader) -> Parts:
         """Return the rows since the last poll.
@@ -331,7 +332,7 @@ class Reader:
 
     def _logs(self, name: str, select: Select) -> logdict:
         chunks = self._whole([name], lambda: self._chunks_of(self._catalog.records[name], select))
-        return _from_rows.to_logdict(chunks)
+        return _from_rows.to_logdict(chunks, self._typed)
 
     def _chunks_of(self, record: Record, select: Select) -> Chunks:
         """Return the events of a run; of each step, those of the newest attempt that computed it."""
