@@ -14,6 +14,11 @@ def main() -> None:
     except ImportError:
         sys.exit('error: the `lox` command needs Typer: pip install "lox-jax[cli]"')
     del typer
+    import jax
+
     from lox._command import _app
+
+    # No command needs a backend. Should one ever start, it is not that of an accelerator.
+    jax.config.update("jax_platforms", "cpu")
 
     _app.run()

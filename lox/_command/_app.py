@@ -13,8 +13,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from lox import __version__, _errors
+from lox import _errors
 from lox._command import _choose, _complete, _print
+from lox._version import __version__
 
 _INTERRUPTED, _CLOSED_PIPE = 130, 141  # as shells number what SIGINT and SIGPIPE have ended
 
