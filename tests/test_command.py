@@ -193,7 +193,7 @@ def test_tracebacks_on_demand(directory, tmp_path, command):
 
 
 def test_what_nobody_expected_shows_where_it_comes_from(command, directory, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(_choose, "runs", fail)
@@ -252,7 +252,7 @@ def test_show_groups_of_seeds(command, directory):
         "2 runs: 2 finished\n"
         "\n"
         "key   events  last ± std over runs   min  max  trend\n"
-        "loss     2–4       0.255 ± 0.3465  0.01    1  █▄▂▁\n"
+        "loss     2–4        0.255 ± 0.3465  0.01    1  █▄▂▁\n"
     )
 
 
@@ -321,7 +321,7 @@ def reading(process, wanted, seconds=60.0):
 def test_tail_follows_new_events_and_new_runs_and_ctrl_c_ends_it(tmp_path):
     writer = lox.store.Writer(tmp_path)
     run = writer.open_run("first")
-    writer.append(run, {"loss": np.float32(1)}, {"step": np.int32(0)})
+    writer.append(run, lox.logdict({"loss": np.float32(1)}, steps={"step": {"loss": np.int32(0)}}))
     writer.flush()
     tail = subprocess.Popen(
         [sys.executable, "-m", "lox", "tail", str(tmp_path), "--interval", "0.05"],
@@ -331,7 +331,7 @@ def test_tail_follows_new_events_and_new_runs_and_ctrl_c_ends_it(tmp_path):
         env=ENVIRONMENT,
     )
     assert reading(tail, "loss")[-1] == "first  step=0  loss 1\n"
-    writer.append(run, {"loss": np.float32(0.5)}, {"step": np.int32(1)})
+    writer.append(run, lox.logdict({"loss": np.float32(0.5)}, steps={"step": {"loss": np.int32(1)}}))
     writer.flush()
     assert reading(tail, "loss")[-1] == "first  step=1  loss 0.5\n"
     with lox.store.Writer(tmp_path) as second:
@@ -543,14 +543,12 @@ SPECIAL = np.float32([0.1, -0.0, np.nan, np.inf, -np.inf, 1e-45, 3.4028235e38, 1
 def variety():
     """Values of every dtype, with steps that some keys lack."""
     rng = np.random.default_rng(0)
-    steps = {"step": np.arange(8)}
+    steps, epochs = {"step": np.arange(8)}, {"epoch": np.arange(8) / 2}
     from_arrays = lox.logdict.from_arrays
     first = from_arrays({"f32": SPECIAL, "f64": rng.normal(size=8) * 10.0 ** np.arange(-150, 170, 40)}, steps=steps)
     parts = [
         first,
-        from_arrays(
-            {"i64": np.int64([2**63 - 1, -(2**63), 2**53 + 1, 0, 1, 2, 3, 4])}, steps={"epoch": np.arange(8) / 2}
-        ),
+        from_arrays({"i64": np.int64([2**63 - 1, -(2**63), 2**53 + 1, 0, 1, 2, 3, 4])}, steps=epochs),
         from_arrays({"u64": np.uint64([2**64 - 1, 0]), "flag": np.array([True, False])}),
         from_arrays({"bf16": np.asarray(jnp.bfloat16([0.1, 3.0])), "f16": np.float16([0.1, 65504])}),
         from_arrays({"array": rng.normal(size=(3, 2, 2)).astype(np.float32), "complex": np.complex64([1 + 2j, 0, 1j])}),
@@ -621,11 +619,11 @@ def unquoted(text):
 
 def test_csv_reads_back_exactly(command, many, tmp_path):
     code, out, err = command("export", many, "--to", "csv", "-o", tmp_path / "all.csv")
-    assert (code, out) == (0, "") and err == f"wrote 73 rows to {tmp_path}/all.csv\n"
+    assert (code, out) == (0, "") and err == f"wrote 58 rows to {tmp_path}/all.csv\n"
     wanted = expected(many)
     with open(tmp_path / "all.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == len(wanted) == 73
+    assert len(rows) == len(wanted) == 58
     assert list(rows[0]) == ["run", "key", "dtype", "lane", "event", "step", "epoch", "wall", "value"]
     for row in rows:
         value, steps = wanted.pop((unquoted(row["run"]), unquoted(row["key"]), row["lane"], int(row["event"])))
@@ -651,7 +649,7 @@ def test_no_cell_of_a_csv_file_is_a_formula(command, many, tmp_path):
 def test_csv_is_read_by_others(command, many, tmp_path):
     assert command("export", many, "-k", "f32", "-o", tmp_path / "f.csv")[0] == 0
     frames = [
-        pandas.read_csv(tmp_path / "f.csv", float_precision="round_trip"),
+        pandas.read_csv(tmp_path / "f.csv"),
         polars.read_csv(tmp_path / "f.csv").to_pandas(),
         duckdb.sql(f"select * from read_csv('{tmp_path}/f.csv')").df(),
     ]
@@ -682,7 +680,7 @@ def test_jsonl_reads_back_exactly(command, many, tmp_path):
 
 def test_parquet_reads_back_exactly(command, many, tmp_path):
     code, _, err = command("export", many, "--config", "-o", tmp_path / "all.parquet")
-    assert code == 0 and err.startswith("wrote 73 rows")
+    assert code == 0 and err.startswith("wrote 58 rows")
     wanted = expected(many)
     table = pyarrow.parquet.read_table(tmp_path / "all.parquet")
     types = {field.name: str(field.type) for field in table.schema}
@@ -697,7 +695,7 @@ def test_parquet_reads_back_exactly(command, many, tmp_path):
             found = np.array(row["array"], row["dtype"]).reshape(row["shape"])
         elif row["dtype"] in ("int64", "uint64"):
             found = np.array(row[f"value_{row['dtype']}"], row["dtype"])
-            assert row["value"] == found.item() if abs(found.item()) <= 2**53 else row["value"] is None
+            assert row["value"] == found.item() if abs(found.item()) < 2**53 else row["value"] is None
         else:
             found = np.array(row["value"]).astype(jnp.dtype(row["dtype"]))
         assert same_bits(found, value), row
@@ -707,7 +705,7 @@ def test_parquet_reads_back_exactly(command, many, tmp_path):
     file = str(tmp_path / "all.parquet")
     query = f"select value from '{file}' where key = 'f32' order by step"
     assert np.array_equal(duckdb.sql(query).df()["value"].to_numpy().astype(np.float32), SPECIAL, equal_nan=True)
-    assert polars.read_parquet(file).height == pandas.read_parquet(file).shape[0] == 73
+    assert polars.read_parquet(file).height == pandas.read_parquet(file).shape[0] == 58
 
 
 def test_histograms_and_pictures(command, tmp_path):
@@ -757,9 +755,7 @@ def test_tensorboard_shows_what_was_logged_when_it_was(command, many, tmp_path):
     assert np.array_equal(np.float32([e.value for e in found]), SPECIAL, equal_nan=True)
     assert [e.step for e in found] == list(range(8)) and [e.wall_time for e in found] == times.tolist()
     assert [e.value for e in events.Scalars("array/0/1")] == lox.load(many, "0")["array"][:, 0, 1].tolist()
-    assert (
-        '"lr": 0.1' in events.Tensors("config/text_summary" if 0 else "config")[0].tensor_proto.string_val[0].decode()
-    )
+    assert '"lr": 0.1' in events.Tensors("config")[0].tensor_proto.string_val[0].decode()
     assert pictures.Images("i")[0].height == 2 and pictures.Histograms("h")[0].histogram_value.num == 3
 
 

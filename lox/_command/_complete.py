@@ -1,5 +1,7 @@
 """Shell completion of names that are in the directory."""
 
+import os
+import shlex
 from pathlib import Path
 
 import typer
@@ -12,13 +14,23 @@ from lox.store._table import flat_config
 
 def _reader(context: typer.Context) -> Reader | None:
     """Return the directory on the command line; None if there is no such thing yet."""
-    directory = context.params.get("directory")
+    directory = context.params.get("directory") or _first_directory()
     if directory is None:
         return None
     try:
         return _choose.opened(Path(directory))
     except _errors.LoxError:  # a shell that waits for completions has no use for an error
         return None
+
+
+def _first_directory() -> str | None:
+    """Look for it in the words of the line: behind an option without its value, the parser has not got to it."""
+    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
+    try:
+        words = shlex.split(line)
+    except ValueError:  # a quote that is not closed yet
+        words = line.split()
+    return next((word for word in words[2:] if os.path.isdir(word)), None)
 
 
 def runs(context: typer.Context, incomplete: str) -> list[str]:

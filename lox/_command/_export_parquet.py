@@ -12,7 +12,8 @@ import numpy as np
 
 from lox import _errors
 from lox._command import _choose
-from lox._command._export import Rows, Table, _pixels
+from lox._command._rows import Rows, Table, pixels
+from lox._data._image import png
 from lox.loggers._files._rows import strict_json
 
 _ROWS = 1 << 18  # of a row group
@@ -97,9 +98,7 @@ class _Layout:
     def _values(self, rows: Rows) -> dict[str, Any]:
         pa, leaf = self.pa, rows.leaf
         if leaf.kind == "image":
-            from lox._data._image import png
-
-            pictures = [png(_pixels(leaf.value(lane, event))) for lane, event in zip(*rows.at, strict=True)]
+            pictures = [png(pixels(leaf.value(lane, event))) for lane, event in zip(*rows.at, strict=True)]
             return {"png": pa.array(pictures, pa.binary())}
         if leaf.kind == "histogram" or leaf.values.dtype.kind == "c":
             return {"json": pa.array([json.dumps(strict_json(x)) for x in rows.plain()], pa.string())}
@@ -112,7 +111,7 @@ class _Layout:
             if wide:  # what double precision holds is there too, so that one column does for most
                 with np.errstate(all="ignore"):
                     rounded = x.astype(np.float64)
-                fits = np.abs(rounded) <= 2.0**53
+                fits = np.abs(rounded) < 2.0**53
                 exact["value"] = pa.array(rounded, mask=~fits)
             return exact
         size = int(np.prod(leaf.shape))

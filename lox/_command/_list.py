@@ -47,11 +47,7 @@ def print_runs(runs: Sequence[Run]) -> None:
         tries = [str(run.attempts)] * len(attempts)
         rest = [f"{run.events:,}", _print.local_time(run.opened), _duration(run), (run.state, _STYLES[run.state])]
         rows.append([run.name, *values, *tries, *rest])
-    grid = _print.table(titles, rows, ["attempts", "events", "duration"])
-    if _print.fits(grid):
-        _print.show(grid)
-    else:
-        _print_blocks(titles, rows)
+    _print.rows(titles, rows, ["attempts", "events", "duration"])
     if same:
         _print.line()
         _print.line(f"all {len(runs)} runs have {_print.settings(same)}")
@@ -65,12 +61,3 @@ def _duration(run: Run) -> str:
     if run.first is None or run.last is None:
         return ""
     return _render.duration((run.last - run.first).total_seconds())
-
-
-def _print_blocks(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print what is too wide for a table, line by line: nothing is cut off."""
-    for row in rows:
-        texts = [cell[0] if isinstance(cell, tuple) else cell for cell in row]
-        _print.line(texts[0], "bold")
-        cells = [f"{title} {text}" for title, text in zip(titles[1:], texts[1:], strict=True) if text]
-        _print.line("    " + ", ".join(cells))

@@ -68,7 +68,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[
     return grid
 
 
-def fits(renderable: Any) -> bool:
+def _fits(renderable: Any) -> bool:
     """Tell whether the screen is wide enough."""
     from rich.measure import Measurement
 
@@ -76,8 +76,21 @@ def fits(renderable: Any) -> bool:
     return Measurement.get(screen, screen.options.update(width=_PIPE), renderable).maximum <= screen.width
 
 
-def show(renderable: Any) -> None:
-    """Print a table, without blanks at the ends of lines."""
+def rows(titles: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[str], extra: Sequence[str] = ()) -> None:
+    """Print a table; where it is too wide, without the `extra` columns, or else line by line: nothing is cut off."""
+    for without in ((), extra):
+        keep = [n for n, title in enumerate(titles) if title not in without]
+        grid = table([titles[n] for n in keep], [[row[n] for n in keep] for row in rows], right)
+        if _fits(grid):
+            return _show(grid)
+    for row in rows:
+        texts = [cell[0] if isinstance(cell, tuple) else cell for cell in row]
+        line(texts[0], "bold")
+        line("    " + ", ".join(f"{title} {text}" for title, text in zip(titles[1:], texts[1:], strict=True) if text))
+
+
+def _show(renderable: Any) -> None:
+    """Print without blanks at the ends of lines."""
     screen = console()
     with screen.capture() as captured:
         screen.print(renderable)

@@ -156,13 +156,8 @@ def _row_of_group(of_runs: Sequence[Summary], width: int) -> list[Any]:
 
 
 def _print_table(rows: Iterable[list[Any]], last: str) -> None:
-    titles, right = ["key", "events", last, "min", "max", "trend"], ["events", last, "min", "max"]
-    rows = list(rows)
-    grid = _print.table(titles, rows, right)
-    if not _print.fits(grid):  # the extremes are what one can do without
-        keep = [0, 1, 2, 5]
-        grid = _print.table([titles[n] for n in keep], [[row[n] for n in keep] for row in rows], right)
-    _print.show(grid)
+    titles = ["key", "events", last, "min", "max", "trend"]
+    _print.rows(titles, list(rows), titles[1:-1], extra=("min", "max"))
 
 
 def print_run(run: Run, found: Sequence[Summary], width: int = 20) -> None:
