@@ -829,3 +829,40 @@ def test_steps_with_the_names_of_columns(command, tmp_path):
         ("1", "6", "8.0", "2"),
     ]
     assert command("tail", tmp_path / "runs", "--once")[1].splitlines()[-1].endswith("x 2")
+
+
+# --- plot and compare ---
+
+
+def test_plot_writes_a_picture(command, directory, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    options = ["--by", "lr", "--lanes", "--log-y", "--smooth", "0.5", "--x", "step", "--band", "std", "--title", "x"]
+    code, out, err = command("plot", directory, "-k", "lo*", *options, "-o", tmp_path / "x.png")
+    assert (code, out, err) == (0, "", f"wrote 1 chart of 4 runs to {tmp_path}/x.png\n")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+    code, _, err = command("plot", directory, "0", "--x", "wall", "-o", tmp_path / "x.svg")
+    assert code == 0 and "<svg" in (tmp_path / "x.svg").read_text()
+    code, _, err = command("plot", directory, "-o", tmp_path / "x.txt")
+    assert code == 1 and err.startswith("error: ") and ".svg" in err
+    code, _, err = command("plot", directory, "-o", tmp_path / "none" / "x.png")
+    assert code == 1 and err.startswith(f"error: cannot write '{tmp_path}/none/x.png'")
+    code, _, err = command("plot", directory, "--smooth", "2", "-o", tmp_path / "y.png")
+    assert code == 1 and "smooth" in err and not (tmp_path / "y.png").exists()
+
+
+def test_compare_prints_what_lox_compare_finds(command, directory):
+    found = lox.compare(lox.load(directory), "loss", by="lr", better="lower")
+    code, out, err = command("compare", directory, "-k", "loss", "--by", "lr", "--better", "lower", "--json")
+    assert (code, err) == (0, "") and json.loads(out) == json.loads(json.dumps(found.to_dict()))
+    code, out, err = command("compare", directory, "-k", "loss", "--by", "lr", "--better", "lower")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "loss, lower is better"
+    for titles, rows in found.tables():
+        for row in [titles, *rows]:
+            assert any(all(cell in line for cell in row) for line in lines), row
+    assert lines[-len(found.methods) :] == list(found.methods)
+    code, _, err = command("compare", directory, "-k", "loss", "--at", "worst")
+    assert code == 1 and "worst" in err
+    assert command("compare", directory, "-k", "loss", "--at", "1", "--json")[0] == 0
+    assert command("compare", directory, "--by", "lr")[0] == 2

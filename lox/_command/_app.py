@@ -131,6 +131,22 @@ Keys = Annotated[
     ),
 ]
 InJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+By = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--by",
+        "--group-by",
+        metavar="NAME",
+        help="Runs with the same value of this in their config are a group. By default all values but seeds count.",
+        autocompletion=_complete.names,
+    ),
+]
+Axis = Annotated[
+    str | None,
+    typer.Option(
+        "--x", metavar="STEP", help="The x axis: the name of a step, 'event' or 'wall'.", autocompletion=_complete.steps
+    ),
+]
 Port = Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.")]
 
 
@@ -141,6 +157,23 @@ class Format(StrEnum):
     jsonl = "jsonl"
     parquet = "parquet"
     tensorboard = "tensorboard"
+
+
+class BandKind(StrEnum):
+    """What is drawn around the mean."""
+
+    ci95 = "ci95"
+    std = "std"
+    quantiles = "quantiles"
+    iqm = "iqm"
+    minmax = "minmax"
+
+
+class Better(StrEnum):
+    """Which scores are better."""
+
+    higher = "higher"
+    lower = "lower"
 
 
 class Damaged(StrEnum):
@@ -171,10 +204,7 @@ def show(
     run: RunNames = None,
     key: Keys = None,
     where: Where = None,
-    by: Annotated[
-        list[str] | None,
-        typer.Option(help="Group runs by this value of their config.", autocompletion=_complete.names),
-    ] = None,
+    by: By = None,
     in_json: InJson = False,
 ) -> None:
     """Show the keys of a run: events, last value, range and trend.
@@ -208,6 +238,106 @@ def show(
             _show.print_run(members[0], found[members[0].name])
         else:
             _show.print_group(group.name, members, found)
+
+
+@_command(
+    "lox plot runs -o plot.html",
+    "lox plot runs --key 'train/*' --by lr --log-y -o plot.png",
+    "lox plot runs 42 --where 'lr<0.1' --x wall --smooth 0.9 -o plot.svg",
+)
+def plot(
+    directory: Directory,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="A file: .html, .png, .svg or .pdf.")],
+    run: RunNames = None,
+    key: Keys = None,
+    where: Where = None,
+    by: By = None,
+    x: Axis = None,
+    band: Annotated[BandKind, typer.Option(help="The mean with its 95% confidence interval, or with another band.")] = (
+        BandKind.ci95
+    ),
+    lanes: Annotated[bool, typer.Option("--lanes", help="Draw single runs too, as thin lines.")] = False,
+    log_x: Annotated[bool, typer.Option("--log-x", help="A logarithmic x axis.")] = False,
+    log_y: Annotated[bool, typer.Option("--log-y", help="Logarithmic values.")] = False,
+    smooth: Annotated[float, typer.Option(metavar="WEIGHT", help="Smooth the curves: from 0 to below 1.")] = 0.0,
+    title: Annotated[str | None, typer.Option(help="A title.")] = None,
+) -> None:
+    """Plot curves to a file: mean and band over seeds."""
+    from lox.view import _plot
+
+    reader = _choose.opened(directory)
+    found = _choose.runs(reader, run or (), where or ())
+    _choose.keys(reader, [one.name for one in found], key or ())
+    logs = _choose.loadable(reader, found, x)
+    style: dict[str, Any] = dict(lanes=lanes, log_x=log_x, log_y=log_y, smooth=smooth, title=title)
+    made = _plot.plot(logs, key or None, x=x, band=str(band), by=by or None, **style)
+    try:
+        made.save(out)
+    except OSError as error:
+        if isinstance(error, _errors.LoxError):
+            raise
+        raise _errors.cannot_write(out, error, "Choose another place with -o.") from error
+    count = len(made.charts)
+    _print.note(f"wrote {count} chart{'s' * (count > 1)} of {len(found)} run{'s' * (len(found) > 1)} to {out}")
+
+
+@_command(
+    "lox compare runs --key test/return --by lr",
+    "lox compare runs --key loss --by lr --better lower --at best",
+    "lox compare runs --key loss --where 'env=ant' -o compared.png",
+)
+def compare(
+    directory: Directory,
+    key: Annotated[
+        str, typer.Option("--key", "-k", metavar="KEY", help="What to compare by.", autocompletion=_complete.keys)
+    ],
+    by: By = None,
+    run: RunNames = None,
+    where: Where = None,
+    at: Annotated[
+        str, typer.Option(metavar="WHICH", help="The score of a run: last, best, mean, or its value at a step.")
+    ] = "last",
+    better: Annotated[Better, typer.Option(help="Which scores are better.")] = Better.higher,
+    strata: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="In the config, such as env: compare within.", autocompletion=_complete.names
+        ),
+    ] = None,
+    paired: Annotated[
+        bool | None, typer.Option("--paired/--unpaired", help="By default, pairs of runs with the same PRNG key.")
+    ] = None,
+    x: Axis = None,
+    seed: Annotated[int, typer.Option(help="The seed of the bootstrap.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Draw it to this file too.")] = None,
+    in_json: InJson = False,
+) -> None:
+    """Compare groups of runs: mean, median and IQM with intervals.
+
+    For each two groups there are the probability that one is better, and the difference of their means. Every number
+    comes with the number of runs and the method.
+    """
+    from lox.view import _compare
+
+    reader = _choose.opened(directory)
+    logs = _choose.loadable(reader, _choose.runs(reader, run or (), where or ()), x)
+    score: Any = at
+    with contextlib.suppress(ValueError):  # what is no number is a word, which `compare` checks
+        score = float(at)
+    options: dict[str, Any] = dict(better=str(better), strata=strata or None, paired=paired, x=x, seed=seed)
+    found = _compare.compare(logs, key, by or None, at=score, **options)
+    if out is not None:
+        found.plot(out)
+    if in_json:
+        _print.as_json(found.to_dict())
+        return
+    _print.line(f"{found.key}, {found.better} is better")
+    for titles, rows in found.tables():
+        _print.line()
+        _print.rows(titles, rows, [])
+    _print.line()
+    for method in found.methods:
+        _print.line(method)
 
 
 @_command("lox tail runs", "lox tail runs 42 --key loss", "lox tail runs --json --until-finished | jq .values.loss")

@@ -11,7 +11,7 @@ from lox._data._logdict import logdict
 from lox._engine import _selection
 from lox.store import _from_rows, _group
 from lox.store._catalog import Record
-from lox.store._reader import Reader
+from lox.store._reader import Reader, Runs
 from lox.store._segment import SegmentReader
 from lox.store._structure import EVENT_NUMBER
 from lox.store._table import Run
@@ -63,6 +63,12 @@ def _named(reader: Reader, wanted: str) -> list[str]:
     return matching
 
 
+def loadable(reader: Reader, chosen: Sequence[Run], x: str | None = None) -> Runs:
+    """Return these runs as `lox.load` gives them; with the times of events if they are the x axis."""
+    reader._wall = x == "wall"
+    return Runs(reader, [run.name for run in chosen], None)
+
+
 def segments(reader: Reader, names: Sequence[str]) -> list[SegmentReader]:
     """Return the files with events of these runs."""
     groups = reader._groups_of(names)
@@ -73,19 +79,18 @@ def segments(reader: Reader, names: Sequence[str]) -> list[SegmentReader]:
 
 def keys(reader: Reader, names: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
     """Return the keys of these runs that match; an error if there are none."""
-    by_name = {key.name: key.order for s in segments(reader, names) if s.schema for key in s.schema.keys}
-    there = sorted(by_name, key=lambda name: by_name[name])
+    there = reader.keys(names)
     if not patterns:
         return there
-    wanted = [key for key in there if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)]
+    wanted = [key for key in there if _selection.matches(key, patterns)]
     if not wanted:
         raise _errors.KeyNotFoundError(
             f"no key matches {_errors.listing(patterns)}. The keys are {_errors.listing(there[:20])}."
             f"{_errors.nearest(patterns[0], there)}"
         )
-    text = _selection.unmatched("--key", tuple(patterns), there)
+    text = _selection.unmatched("argnames", tuple(patterns), there)
     if text:
-        reader._warn_once(text)
+        reader._warn_once(text.replace("`argnames`", "--key", 1))
     return wanted
 
 
@@ -101,13 +106,12 @@ def logs(reader: Reader, names: Sequence[str], patterns: Sequence[str] = ()) -> 
     Runs that were written to the same small files are loaded together. Of large files, only one key at a time is read:
     then a run comes several times, with a key each.
     """
-    argnames = tuple(patterns) or None
     for block, large in _blocks(reader, names):
-        reader._prepare(block, argnames)
+        reader._prepare(block, None)
         wanted = keys(reader, block)
         parts = [[key] for key in wanted] if large else [wanted]
         for part in parts:
-            chosen = [key for key in part if not patterns or any(fnmatch.fnmatchcase(key, p) for p in patterns)]
+            chosen = [key for key in part if not patterns or _selection.matches(key, patterns)]
             if not chosen and large:
                 continue
             chunks = reader._chunks_of_all(block, _exactly(chosen))

@@ -47,6 +47,13 @@ def keys(context: typer.Context, incomplete: str) -> list[str]:
     return [key for key in _choose.keys(reader, list(reader._catalog.records)) if key.startswith(incomplete)]
 
 
+def steps(context: typer.Context, incomplete: str) -> list[str]:
+    """Return what may be the x axis."""
+    reader = _reader(context)
+    found = [] if reader is None else _choose.steps(reader, list(reader._catalog.records))
+    return [name for name in [*found, "event", "wall"] if name.startswith(incomplete)]
+
+
 def names(context: typer.Context, incomplete: str) -> list[str]:
     """Return names in the configs."""
     reader = _reader(context)

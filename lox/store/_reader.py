@@ -83,7 +83,8 @@ class Runs(Mapping[str, logdict]):
     def items(self) -> Any:
         """Return names and logs, all loaded."""
         by_run = self._loaded()
-        return {name: _from_rows.to_logdict(chunks) for name, chunks in by_run.items()}.items()
+        typed = self._reader._typed
+        return {name: _from_rows.to_logdict(chunks, typed) for name, chunks in by_run.items()}.items()
 
     def values(self) -> Any:
         """Return the logs, all loaded."""
