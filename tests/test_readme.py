@@ -103,4 +103,6 @@ def test_readme_with_orbax():
 def test_docstrings(name):
     if name == "lox._data._logdict":
         pytest.importorskip("pandas", reason="pandas is not installed")
+    if name.startswith("lox._command._"):
+        pytest.importorskip("typer", reason="typer is not installed")
     assert not doctest.testmod(importlib.import_module(name), optionflags=OPTIONS).failed

@@ -7,7 +7,7 @@ import lox
 
 ROOT = Path(lox.__file__).parent
 # From the ground up. A module outside of the packages may import everything.
-STOREYS = ["_version", "_errors", "_compat", "_data", "_engine", "_transforms", "store", "loggers", "view"]
+STOREYS = ["_version", "_errors", "_compat", "_data", "_engine", "_transforms", "store", "loggers", "view", "_command"]
 MODULES = {
     ".".join(["lox", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
@@ -79,4 +79,4 @@ def test_there_is_no_cycle() -> None:
 
 def test_every_module_has_its_storey() -> None:
     faces = {m for m in MODULES if storey(m) == len(STOREYS)}
-    assert faces == {"lox", "lox._export", "lox.logify", "lox.neptune", "lox.testing", "lox.wandb"}
+    assert faces == {"lox", "lox.__main__", "lox._export", "lox.logify", "lox.neptune", "lox.testing", "lox.wandb"}

@@ -417,11 +417,12 @@ def _shape(kind: list[Chunk]) -> str:
     return ",".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
 
 
-def to_logdict(chunks: dict[str, list[Chunk]]) -> logdict:
-    """Return the logs of one run, in which every key has an event axis."""
+def to_logdict(chunks: dict[str, list[Chunk]], typed: bool = True) -> logdict:
+    """Return the logs of one run, in which every key has an event axis; PRNG keys as their words if not `typed`."""
     logs = logdict()
     for key, parts in by_name(chunks).items():
-        logs._set_bundle(dataclasses.replace(_typed(join(parts)), keys=(key,)))
+        whole = join(parts)
+        logs._set_bundle(dataclasses.replace(_typed(whole) if typed else whole.events, keys=(key,)))
     return logs
 
 

@@ -85,7 +85,8 @@ class Runs(Mapping[str, logdict]):
     def items(self) -> Any:
         """Return names and logs, all loaded."""
         by_run = self._loaded()
-        return {name: _from_rows.to_logdict(chunks) for name, chunks in by_run.items()}.items()
+        typed = self._reader._typed
+        return {name: _from_rows.to_logdict(chunks, typed) for name, chunks in by_run.items()}.items()
 
     def values(self) -> Any:
         """Return the logs, all loaded."""
@@ -182,6 +183,7 @@ class Reader:
             raise _errors.OptionError(f"`damaged` is {damaged!r}; choose 'error' or 'skip'.")
         self.path = Path(path).absolute()
         self._skips, self._wall, self._attempts = damaged == "skip", False, "newest"
+        self._typed = True  # whether PRNG keys are JAX's, which start a backend, and not their words
         self._catalog = Catalog(self.path)
         self._cursor = Cursor()
         self._activity: dict[str, dict[int, Activity]] = {}  # by group
@@ -341,9 +343,15 @@ class Reader:
             with_events = {key: [c for c in chunks if c.events.count()] for key, chunks in new.items()}
             with_events = {key: chunks for key, chunks in with_events.items() if chunks}
             if with_events:
+<<<<<<< HEAD
                 logs[name] = _from_rows.to_logdict(with_events)
         cursor._polled.update(polled)  # only now, so that one may poll again after an error
         cursor._incomplete.update(incomplete)
+=======
+                logs[name] = _from_rows.to_logdict(with_events, self._typed)
+        self._polled.update(polled)  # only now, so that one may poll again after an error
+        self._incomplete.update(incomplete)
+>>>>>>> origin/cli
         return logs
 
     def _new_in(
@@ -357,7 +365,11 @@ class Reader:
             if parts:
                 wall = max(wall, float(segment.read([WALL], parts)[0].max(initial=-math.inf)))
             ends[group.id, segment.file.name] = _Polled(max(batches, len(segment.rows)), wall)
+<<<<<<< HEAD
         return _from_rows.of_all_runs(group, select, new.__getitem__, wall_step), ends
+=======
+        return _from_rows.of_all_runs(group, select, new.__getitem__, self._wall), ends
+>>>>>>> origin/cli
 
     def _new_parts(self, group: Group, segment: SegmentReader, cursor: Cursor) -> Parts:
         """Return the rows since the last poll.
@@ -426,7 +438,7 @@ class Reader:
 
     def _logs(self, name: str, select: Select) -> logdict:
         chunks = self._whole([name], lambda: self._chunks_of(self._catalog.records[name], select))
-        return _from_rows.to_logdict(chunks)
+        return _from_rows.to_logdict(chunks, self._typed)
 
     def _chunks_of(self, record: Record, select: Select) -> Chunks:
         """Return the events of a run; of each step, those of the newest attempt that computed it."""

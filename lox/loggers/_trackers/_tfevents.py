@@ -183,9 +183,11 @@ def event(tag: str, step: int, wall: float, content: bytes) -> bytes:
 # --- the contents of events -----------------------------------------------------------------------
 
 
-def scalars(tag: str, steps: np.ndarray, values: np.ndarray, wall: float) -> np.ndarray:
-    """Encode single numbers as records of equal length, one per row."""
-    if len(steps) == 1:  # a shortcut for events that are written one by one
+def scalars(tag: str, steps: np.ndarray, values: np.ndarray, wall: float | np.ndarray) -> np.ndarray:
+    """Encode single numbers as records of equal length, one per row; `wall` is the time of all, or of each."""
+    times = wall if isinstance(wall, np.ndarray) else None
+    wall = 0.0 if isinstance(wall, np.ndarray) else wall
+    if len(steps) == 1 and times is None:  # a shortcut for events that are written one by one
         with np.errstate(over="ignore"):  # beyond single precision is infinity
             number = b"\x15" + values[:1].astype("<f4").tobytes()
         return np.frombuffer(event(tag, int(steps[0]), wall, number), np.uint8)[None]
@@ -204,6 +206,9 @@ def scalars(tag: str, steps: np.ndarray, values: np.ndarray, wall: float) -> np.
         rows[:, 12 + place] = column
         np.bitwise_xor(crc, _contributions(len(message) - 1 - place)[column], out=crc)
 
+    if times is not None:
+        for n, column in enumerate(np.ascontiguousarray(times, "<f8").view(np.uint8).reshape(-1, 8).T):
+            put(1 + n, column)  # behind the number of the field
     for n in range(width):
         more = np.uint8(0x80 if n < width - 1 else 0)
         put(len(before) + n, (steps >> np.uint64(7 * n)).astype(np.uint8) & np.uint8(0x7F) | more)
