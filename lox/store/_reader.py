@@ -343,15 +343,9 @@ class Reader:
             with_events = {key: [c for c in chunks if c.events.count()] for key, chunks in new.items()}
             with_events = {key: chunks for key, chunks in with_events.items() if chunks}
             if with_events:
-<<<<<<< HEAD
-                logs[name] = _from_rows.to_logdict(with_events)
+                logs[name] = _from_rows.to_logdict(with_events, self._typed)
         cursor._polled.update(polled)  # only now, so that one may poll again after an error
         cursor._incomplete.update(incomplete)
-=======
-                logs[name] = _from_rows.to_logdict(with_events, self._typed)
-        self._polled.update(polled)  # only now, so that one may poll again after an error
-        self._incomplete.update(incomplete)
->>>>>>> origin/cli
         return logs
 
     def _new_in(
@@ -365,11 +359,7 @@ class Reader:
             if parts:
                 wall = max(wall, float(segment.read([WALL], parts)[0].max(initial=-math.inf)))
             ends[group.id, segment.file.name] = _Polled(max(batches, len(segment.rows)), wall)
-<<<<<<< HEAD
-        return _from_rows.of_all_runs(group, select, new.__getitem__, wall_step), ends
-=======
-        return _from_rows.of_all_runs(group, select, new.__getitem__, self._wall), ends
->>>>>>> origin/cli
+        return _from_rows.of_all_runs(group, select, new.__getitem__, wall_step or self._wall), ends
 
     def _new_parts(self, group: Group, segment: SegmentReader, cursor: Cursor) -> Parts:
         """Return the rows since the last poll.
