@@ -38,6 +38,7 @@ Most users need only `lox.save`, `lox.load` and `lox.runs`. `Writer` and `Reader
 from lox.store import names as names
 from lox.store._compact import compact as compact
 from lox.store._prng_keys import KeyData as KeyData
+from lox.store._reader import Cursor as Cursor
 from lox.store._reader import Reader as Reader
 from lox.store._reader import Runs as Runs
 from lox.store._reader import load as load

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -184,11 +184,16 @@ def first_difference(old: list[Chunk], new: list[Chunk], step: str) -> Any:
     return None
 
 
-def activity(group: Group) -> dict[int, Activity]:
-    """Return how many events each run of a group has, and when, without reading what was logged."""
-    found: dict[int, Activity] = {}
+def activity(
+    group: Group, before: Mapping[int, Activity] | None = None, counted: Mapping[SegmentReader, int] | None = None
+) -> dict[int, Activity]:
+    """Return how many events each run of a group has, and when, without reading what was logged.
+
+    Only batches beyond those that were `counted` are read, whose events are in `before`.
+    """
+    found = dict(before or {})
     for segment in group.segments.values():
-        parts = segment.all_batches() if segment.schema is not None else []
+        parts = segment.all_batches((counted or {}).get(segment, 0)) if segment.schema is not None else []
         if segment.schema is None or not parts:
             continue
         schema = segment.schema

@@ -121,6 +121,40 @@ class _Polled(NamedTuple):
     wall: float
 
 
+class KeyInfo(NamedTuple):
+    """What is known of a key: its steps, its structure as JSON, and the number of rows that have it."""
+
+    steps: tuple[str, ...]
+    structure: str
+    rows: int
+
+
+class Cursor:
+    """How far the events of a directory were polled: `reader.poll(argnames, since=cursor)`.
+
+    >>> import tempfile, numpy as np, lox
+    >>> directory = tempfile.mkdtemp()
+    >>> lox.save({"loss": np.float32(1), "accuracy": np.float32(0.5)}, directory)
+    >>> reader, losses, accuracies = lox.store.Reader(directory), lox.store.Cursor(), lox.store.Cursor()
+    >>> print(*reader.poll("loss", since=losses).values())
+    {'loss': [1.0]}
+    >>> reader.poll("loss", since=losses)
+    {}
+    >>> print(*reader.poll("accuracy", since=accuracies).values())
+    {'accuracy': [0.5]}
+
+    A reader has one of its own. With others, several keys are followed independently of each other by one reader, which
+    looks through the directory once for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._polled: dict[tuple[str, str], _Polled] = {}  # by group and file
+        self._incomplete: dict[Any, dict[int, Chunks]] = {}  # by attempt and process: parts of events
+
+    def _of(self, segment: SegmentReader) -> _Polled:
+        return self._polled.get((segment.file.parent.name, segment.file.name), _Polled(0, -math.inf))
+
+
 class Reader:
     """The runs of a directory, while they are being written by this or other processes.
 
@@ -147,9 +181,9 @@ class Reader:
         self.path = Path(path).absolute()
         self._skips, self._wall, self._attempts = damaged == "skip", False, "newest"
         self._catalog = Catalog(self.path)
-        self._polled: dict[tuple[str, str], _Polled] = {}  # by group and file
-        self._incomplete: dict[Any, dict[int, Chunks]] = {}  # by attempt and process: parts of events
+        self._cursor = Cursor()
         self._activity: dict[str, dict[int, Activity]] = {}  # by group
+        self._counted: dict[str, dict[SegmentReader, int]] = {}  # by group: batches that are in its activity
         self._fates: dict[str, str] = {}  # of groups
         self._warned: set[str] = set()
         self._scanned: set[str] = set()  # groups, for loading
@@ -160,6 +194,18 @@ class Reader:
         """Look for new runs and events."""
         self._catalog.refresh()
         self._whole(list(self._catalog.records), lambda: [group.scan() for group in self._catalog.groups.values()])
+        for group in self._catalog.groups.values():
+            if group.id in self._activity and self._is_out_of_date(group):
+                try:
+                    self._count(group)
+                except _errors.RunNotFoundError:  # overwritten or merged meanwhile: whoever asks finds it elsewhere
+                    del self._activity[group.id], self._counted[group.id], self._fates[group.id]
+
+    def _is_out_of_date(self, group: Group) -> bool:
+        """Tell whether what is known of the events and the end of a group may be old."""
+        counted = self._counted[group.id]
+        grown = any(counted.get(segment, 0) != len(segment.rows) for segment in group.segments.values())
+        return grown or self._fates[group.id] == "running"
 
     def runs(self) -> RunTable:
         """Return the runs found so far, oldest first."""
@@ -194,37 +240,85 @@ class Reader:
     def _activity_in(self, group: Group) -> dict[int, Activity]:
         if group.id not in self._activity:
             group.scan()
-            self._activity[group.id] = self._intact(_from_rows.activity, group)
-            self._fates[group.id] = group.fate()
+            self._count(group)
         return self._activity[group.id]
 
-    def load(self, name: str, argnames: str | Iterable[str] | None = None) -> logdict:
-        """Return the events of a run found so far; every key has an event axis."""
+    def _count(self, group: Group) -> None:
+        """Count the events of a group that are new since it was counted."""
+        before, counted = self._activity.get(group.id, {}), self._counted.get(group.id, {})
+        ends = {segment: len(segment.rows) for segment in group.segments.values()}
+        self._activity[group.id] = self._intact(_from_rows.activity, group, before, counted)
+        self._counted[group.id], self._fates[group.id] = ends, group.fate()
+
+    def load(
+        self,
+        name: str,
+        argnames: str | Iterable[str] | None = None,
+        wall: bool | None = None,
+        attempts: str | None = None,
+    ) -> logdict:
+        """Return the events of a run found so far; every key has an event axis. Arguments are those of `lox.load`."""
         if name not in self._catalog.records:
             raise self._no_run(name)
-        return self._logs(name, _selector(argnames))
+        before = self._wall, self._attempts
+        self._wall, self._attempts = before[0] if wall is None else wall, attempts or before[1]
+        try:
+            return self._logs(name, _selector(argnames))
+        finally:
+            self._wall, self._attempts = before
+
+    def keys(self) -> dict[str, "KeyInfo"]:
+        """Return what is known of the keys found so far without reading their events."""
+        found: dict[str, KeyInfo] = {}
+        for group in self._catalog.groups.values():
+            for segment in group.segments.values():
+                if segment.schema is None:
+                    continue
+                steps, rows = [step.name for step in segment.schema.steps], sum(segment.rows)
+                for key in segment.schema.keys:
+                    old = found.get(key.name)
+                    if old is None:
+                        found[key.name] = KeyInfo(tuple(steps), key.structure, rows)
+                    else:
+                        known = tuple(dict.fromkeys([*old.steps, *steps])) if old.steps != (*steps,) else old.steps
+                        found[key.name] = KeyInfo(known, old.structure, old.rows + rows)
+        return found
 
     def skipped(self) -> dict[str, int]:
         """Return the files that end with bytes that cannot be read, or not yet, and the number of these bytes."""
         segments = [s for group in self._catalog.groups.values() for s in group.segments.values()]
         return {str(segment.file): segment.leftover for segment in segments if segment.leftover}
 
-    def poll(self, argnames: str | Iterable[str] | None = None) -> dict[str, logdict]:
+    def poll(
+        self,
+        argnames: str | Iterable[str] | None = None,
+        since: Cursor | None = None,
+        wall: bool = False,
+        refresh: bool = True,
+    ) -> dict[str, logdict]:
         """Return the events since the last poll, for each run that has some.
 
         The first poll returns everything. Events of one key come in order, unless its shape, dtype or steps change
         between two polls: then some events logged before the last poll may come with the next one. New events of a key
         that do not fit into one array are kept apart, as by `lox.load`.
+
+        Args:
+            argnames: Only these keys, names or globs. Events of others count as polled.
+            since: From where on, and what is moved to where this poll ends; by default the reader's own cursor.
+            wall: Whether to add the time of each event, as by `lox.load`.
+            refresh: Whether to look for new events, or to return those found by the last `refresh`.
         """
-        self.refresh()
+        if refresh:
+            self.refresh()
+        cursor = self._cursor if since is None else since
         select = _selector(argnames)
         by_entry: dict[tuple[str, int], Chunks] = {}
         polled: dict[tuple[str, str], _Polled] = {}
         for group, wanted in self._by_group(self._catalog.records.values()).items():
-            if all(self._polled_of(segment).batches == len(segment.rows) for segment in group.segments.values()):
+            if all(cursor._of(segment).batches == len(segment.rows) for segment in group.segments.values()):
                 continue
             try:
-                by_run, ends = self._intact(self._new_in, group, select)
+                by_run, ends = self._intact(self._new_in, group, select, cursor, wall)
             except _errors.RunNotFoundError:
                 continue  # overwritten or merged meanwhile: the next poll finds it elsewhere
             by_entry |= {(group.id, number): by_run[number] for number in wanted if number in by_run}
@@ -238,7 +332,7 @@ class Reader:
                     _merge(new, found[0])
                     continue
                 parts = _shards.by_process(attempt, found)
-                for process, before in self._incomplete.get(attempt[0].attempt, {}).items():
+                for process, before in cursor._incomplete.get(attempt[0].attempt, {}).items():
                     parts[process] = _shards.joined(before, parts.get(process, {}))
                 whole, _, incomplete[attempt[0].attempt] = _shards.merge(parts)
                 _merge(new, whole)
@@ -246,38 +340,37 @@ class Reader:
             with_events = {key: chunks for key, chunks in with_events.items() if chunks}
             if with_events:
                 logs[name] = _from_rows.to_logdict(with_events)
-        self._polled.update(polled)  # only now, so that one may poll again after an error
-        self._incomplete.update(incomplete)
+        cursor._polled.update(polled)  # only now, so that one may poll again after an error
+        cursor._incomplete.update(incomplete)
         return logs
 
-    def _polled_of(self, segment: SegmentReader) -> _Polled:
-        return self._polled.get((segment.file.parent.name, segment.file.name), _Polled(0, -math.inf))
-
-    def _new_in(self, group: Group, select: Select) -> tuple[dict[int, Chunks], dict[tuple[str, str], _Polled]]:
+    def _new_in(
+        self, group: Group, select: Select, cursor: Cursor, wall_step: bool
+    ) -> tuple[dict[int, Chunks], dict[tuple[str, str], _Polled]]:
         """Return the events of a group since the last poll, and up to where that is."""
-        new = {segment: self._new_parts(group, segment) for segment in group.segments.values()}
+        new = {segment: self._new_parts(group, segment, cursor) for segment in group.segments.values()}
         ends = {}
         for segment, parts in new.items():
-            batches, wall = self._polled_of(segment)
+            batches, wall = cursor._of(segment)
             if parts:
                 wall = max(wall, float(segment.read([WALL], parts)[0].max(initial=-math.inf)))
             ends[group.id, segment.file.name] = _Polled(max(batches, len(segment.rows)), wall)
-        return _from_rows.of_all_runs(group, select, new.__getitem__), ends
+        return _from_rows.of_all_runs(group, select, new.__getitem__, wall_step), ends
 
-    def _new_parts(self, group: Group, segment: SegmentReader) -> Parts:
+    def _new_parts(self, group: Group, segment: SegmentReader, cursor: Cursor) -> Parts:
         """Return the rows since the last poll.
 
         What was polled of a group before it was merged into this one is known by its time: of each segment, batches
         come in order of time, and all rows of one time are in one batch.
         """
-        batches = self._polled_of(segment).batches
+        batches = cursor._of(segment).batches
         parts = segment.all_batches(batches)
         known = [
-            (source, self._polled[source.group, old])
+            (source, cursor._polled[source.group, old])
             for source in group.sources
             if not batches
             for old, name in source.segments.items()
-            if name == segment.file.name and (source.group, old) in self._polled
+            if name == segment.file.name and (source.group, old) in cursor._polled
         ]
         if not known or not parts:
             return parts
