@@ -50,9 +50,13 @@ def _term(word: str) -> Callable[[Run], bool]:
             raise _errors.OptionError(f"the filter {word!r} compares with {text!r}, which is not a number.")
         compare = _ORDER[sign]
         return lambda run: _is_number(found := _value(run, name)) and compare(found, wanted)
-    same = lambda run: (  # noqa: E731
-        _value(run, name) == text if name in ("name", "state") else any(has_values({name: _value(run, name)}, {name: w}) for w in (wanted, text))
-    )
+
+    def same(run: Run) -> bool:
+        found = _value(run, name)
+        if name in ("name", "state"):
+            return found == text
+        return any(has_values({name: found}, {name: value}) for value in (wanted, text))
+
     return same if sign != "!=" else lambda run: not same(run)
 
 

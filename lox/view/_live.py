@@ -7,6 +7,7 @@ and the band over them) is computed anew only from the first point on that has c
 
 import dataclasses
 import glob
+import itertools
 import json
 import math
 import os
@@ -32,6 +33,7 @@ from lox.view._curves import EVENT, STEP, WALL, Curve
 
 _REMEMBERED = 256  # changes of a view; who is further behind gets everything
 _VIEWS = 256  # that are kept
+_serials = itertools.count()
 _MESSAGES = 50  # about problems that are kept
 
 
@@ -109,7 +111,7 @@ class View:
 
     def __init__(self, track: Track, runs: Sequence[str], step: str):
         self.track, self.runs, self.step = track, tuple(runs), step
-        self.version, self.points = 0, 0
+        self.version, self.points, self.serial = 0, 0, next(_serials)
         self._seen: dict[str, tuple[Lane, int]] = {}
         self._x, self._values, self._times = np.empty(0), np.empty((len(runs), 0)), np.empty((len(runs), 0))
         self._there = np.empty((len(runs), 0), bool)
@@ -292,7 +294,9 @@ class Key:
                 lane.extend(_values(one)[chosen], int(chosen.sum()), of_attempt)
 
     def _track(self, one: Series) -> Track:
-        kind = "histogram" if isinstance(one.value, Histogram) else "image" if isinstance(one.value, Image) else "number"
+        kind = (
+            "histogram" if isinstance(one.value, Histogram) else "image" if isinstance(one.value, Image) else "number"
+        )
         return self.tracks.setdefault(one.name, Track(one.name, kind))
 
     def _series(self, logs: logdict) -> Iterator[tuple[Series, dict[str, np.ndarray]]]:
