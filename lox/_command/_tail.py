@@ -109,7 +109,7 @@ def _go_to_the_end(reader: Reader, backlog: int) -> None:
             while batches and rows < backlog:
                 batches -= 1
                 rows += segment.rows[batches]
-            reader._polled[group.id, segment.file.name] = _Polled(batches, -math.inf)
+            reader._cursor._polled[group.id, segment.file.name] = _Polled(batches, -math.inf)
 
 
 def _events(name: str, logs: logdict) -> Iterator[Event]:
