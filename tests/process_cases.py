@@ -290,7 +290,7 @@ def jsonl():
     write(lox.loggers.JsonlLogger(directory), lambda logger: logger.init)
 
 
-def tensorboard():
+def tensorboard(**options):
     def begin(logger):
         def init(key):
             state = logger.init(key)
@@ -299,7 +299,11 @@ def tensorboard():
 
         return init
 
-    write(lox.loggers.TensorBoardLogger(directory), begin)
+    write(lox.loggers.TensorBoardLogger(directory, **options), begin)
+
+
+def tensorboard_together():
+    tensorboard(aggregate=True)
 
 
 def wandb():

@@ -193,14 +193,15 @@ def test_a_text_file_is_written_by_the_first_process(tmp_path: Path) -> None:
     assert one == two and len(one) == 2
 
 
-def test_tensorboard_in_the_first_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "folders"), [("tensorboard", 2), ("tensorboard_together", 1)])
+def test_tensorboard_in_the_first_process(tmp_path: Path, case: str, folders: int) -> None:
     readers = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found: list[Any] = []
     for processes in (1, 2):
         path = tmp_path / str(processes)
-        run("tensorboard", path, processes)
+        run(case, path, processes)
         files = sorted(path.rglob("*tfevents*"))
-        assert len(files) == 2
+        assert len(files) == folders
         accumulators = [readers.EventAccumulator(str(file.parent), size_guidance={"scalars": 0}) for file in files]
         found.append(
             [

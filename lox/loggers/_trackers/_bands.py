@@ -1,6 +1,7 @@
 """Many lanes as one curve: their mean, its spread and its confidence interval."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,6 +45,19 @@ def over_lanes(one: Series, part_name: Callable[[str, str], str]) -> Iterator[Se
         yield Series(part.name, mean, steps, None)
         for name, values in (("std", std), ("ci95_low", mean - margin), ("ci95_high", mean + margin)):
             yield Series(part_name(part.name, name), values, steps, several)
+
+
+def common_config(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the config of several runs as one: their names, what they have in common, and lists of what differs.
+
+    >>> common_config({"1": {"lr": 0.1, "depth": 3}, "2": {"lr": 0.2, "depth": 3}})
+    {'runs': ['1', '2'], 'lr': [0.1, 0.2], 'depth': 3}
+    """
+    common: dict[str, Any] = {"runs": list(configs)}
+    for name in dict.fromkeys(name for config in configs.values() for name in config):
+        values = [config.get(name) for config in configs.values()]
+        common[name] = values[0] if all(value == values[0] for value in values) else values
+    return common
 
 
 def _valid(one: Series) -> np.ndarray:

@@ -20,6 +20,7 @@ from lox.loggers._batch import Batch
 from lox.loggers._files._rows import bins, strict_json
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run
+from lox.loggers._trackers import _bands
 from lox.loggers._trackers._series import MOST_ELEMENTS, Series, Splitter, missing_steps, raise_problems
 
 Value = np.ndarray | Histogram | Image  # a number, a histogram or a picture per event
@@ -115,6 +116,7 @@ class _Curves:
         self._counted: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
         # The last points of the curves of other steps.
         self._points: collections.defaultdict[int, dict[str, Any]] = collections.defaultdict(dict)
+        self.statistics: dict[tuple[str, str], str] = {}  # the names that statistics of curves have
 
     def count_from(self, run: int, first: int) -> None:
         """Give the first event without a step this one."""
@@ -129,9 +131,22 @@ class _Curves:
         """Name a part of a curve."""
         return self._splitter.part_name(name, part)
 
+    def _statistic_name(self, name: str, part: str) -> str:
+        self.statistics[name, part] = self.part_name(name, part)
+        return self.statistics[name, part]
+
     def of(self, runs: list[int], bundles: list[Bundle]) -> tuple[list[Curve], list[Exception]]:
         """Return the curves of these runs, and errors about what cannot be plotted, to be raised afterwards."""
         series, problems = self._splitter.split(bundles, lead=2)
+        return self._curves(runs, series), problems
+
+    def of_all(self, run: int, bundles: list[Bundle]) -> tuple[list[Curve], list[Exception]]:
+        """Return the statistics over all runs of the bundles, as curves of one run."""
+        series, problems = self._splitter.split(bundles, lead=2)
+        parts = [part for one in series for part in _bands.over_lanes(one, self._statistic_name)]
+        return self._curves([run], [part.at(None) for part in parts]), problems
+
+    def _curves(self, runs: list[int], series: list[Series]) -> list[Curve]:
         curves: list[Curve] = []
         others: dict[Any, Curve] = {}
         for one in series:
@@ -149,7 +164,7 @@ class _Curves:
                 same = (other.name, *((a.dtype, a.tobytes()) for a in (x, steps)), _bytes_of(valid))
                 others.setdefault(same, other)
         new = [self._new_points(runs, other) for other in others.values()]
-        return [*curves, *[other for other in new if other is not None]], problems
+        return [*curves, *[other for other in new if other is not None]]
 
     def _new_points(self, runs: list[int], other: Curve) -> Curve | None:
         """Drop points that were sent before: keys that are logged one after the other may have the same steps."""

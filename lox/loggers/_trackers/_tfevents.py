@@ -6,13 +6,16 @@ a row's checksum is that of a common row, xor what each differing byte contribut
 """
 
 import struct
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from lox._data._histogram import Histogram
 from lox._data._image import Image, png
+
+CHARTS = "custom_scalars__config__"  # the tag of which charts there are
 
 # --- CRC-32C --------------------------------------------------------------------------------------
 
@@ -98,21 +101,46 @@ def _varint(number: int) -> bytes:
     return bytes([*out, number])
 
 
-def _field(number: int, content: bytes) -> bytes:
+def field(number: int, content: bytes) -> bytes:
     """Encode a field of bytes, a string or a message."""
     return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 
-def _integer(number: int, value: int) -> bytes:
+def integer(number: int, value: int) -> bytes:
+    """Encode a field of an integer, a boolean or an enumeration."""
     return _varint(number << 3) + _varint(value)
 
 
-def _double(number: int, value: float) -> bytes:
+def double(number: int, value: float) -> bytes:
+    """Encode a field of a number."""
     return _varint(number << 3 | 1) + struct.pack("<d", value)
 
 
 def _doubles(number: int, values: np.ndarray) -> bytes:
-    return _field(number, np.asarray(values, "<f8").tobytes())
+    return field(number, np.asarray(values, "<f8").tobytes())
+
+
+def fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the fields of an encoded message: integers, and anything else as bytes."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        number = shift = 0
+        while True:
+            byte, at, shift = message[at], at + 1, shift + 7
+            number |= (byte & 0x7F) << shift - 7
+            if byte < 0x80:
+                return number
+
+    while at < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            yield number, varint()
+            continue
+        size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
+        yield number, message[at : at + size]
+        at += size
 
 
 def record(event: bytes) -> bytes:
@@ -126,19 +154,30 @@ def _head(length: int) -> bytes:
     return size + struct.pack("<I", _masked(crc32c(size)))
 
 
+def read_record(file: IO[bytes]) -> bytes | None:
+    """Read one record and return its event; None at the end, or where a crash has left something else."""
+    head = file.read(12)
+    if len(head) < 12 or head != _head(length := struct.unpack_from("<Q", head)[0]):
+        return None
+    rest = file.read(length + 4)
+    whole = len(rest) == length + 4 and struct.unpack("<I", rest[-4:])[0] == _masked(crc32c(rest[:-4]))
+    return rest[:-4] if whole else None
+
+
 def header(wall: float) -> bytes:
     """Return the first record of a file."""
-    return record(_double(1, wall) + _field(3, b"brain.Event:2"))
+    return record(double(1, wall) + field(3, b"brain.Event:2"))
 
 
 def session_start(step: int, wall: float) -> bytes:
     """Encode that what follows replaces all events from this step on."""
-    return record(_double(1, wall) + _integer(2, step) + _field(7, _integer(1, 1)))
+    return record(double(1, wall) + integer(2, step) + field(7, integer(1, 1)))
 
 
-def _event(tag: str, step: int, wall: float, content: bytes) -> bytes:
-    value = _field(1, tag.encode(errors="backslashreplace")) + content
-    return record(_double(1, wall) + _integer(2, step) + _field(5, _field(1, value)))
+def event(tag: str, step: int, wall: float, content: bytes) -> bytes:
+    """Frame an event of one tag: its content is the rest of a `Summary.Value`."""
+    value = field(1, tag.encode(errors="backslashreplace")) + content
+    return record(double(1, wall) + integer(2, step) + field(5, field(1, value)))
 
 
 # --- the contents of events -----------------------------------------------------------------------
@@ -149,27 +188,27 @@ def scalars(tag: str, steps: np.ndarray, values: np.ndarray, wall: float) -> np.
     if len(steps) == 1:  # a shortcut for events that are written one by one
         with np.errstate(over="ignore"):  # beyond single precision is infinity
             number = b"\x15" + values[:1].astype("<f4").tobytes()
-        return np.frombuffer(_event(tag, int(steps[0]), wall, number), np.uint8)[None]
+        return np.frombuffer(event(tag, int(steps[0]), wall, number), np.uint8)[None]
     steps = np.asarray(steps, np.int64).view(np.uint64)
     # Steps are padded to equal width with bytes that only say that another one follows.
     width = max(1, -(-int(steps.max(initial=np.uint64(0))).bit_length() // 7))
-    label = _field(1, tag.encode(errors="backslashreplace")) + b"\x15"  # then the value, four bytes
+    label = field(1, tag.encode(errors="backslashreplace")) + b"\x15"  # then the value, four bytes
     value = b"\x0a" + _varint(len(label) + 4) + label
-    before, middle = _double(1, wall) + b"\x10", b"\x2a" + _varint(len(value) + 4) + value
-    event = before + bytes(width) + middle + bytes(4)
-    rows = np.empty((len(steps), 12 + len(event) + 4), np.uint8)
-    rows[:, :-4] = np.frombuffer(_head(len(event)) + event, np.uint8)
-    crc = np.full(len(steps), crc32c(event), np.uint32)
+    before, middle = double(1, wall) + b"\x10", b"\x2a" + _varint(len(value) + 4) + value
+    message = before + bytes(width) + middle + bytes(4)
+    rows = np.empty((len(steps), 12 + len(message) + 4), np.uint8)
+    rows[:, :-4] = np.frombuffer(_head(len(message)) + message, np.uint8)
+    crc = np.full(len(steps), crc32c(message), np.uint32)
 
     def put(place: int, column: np.ndarray) -> None:
         rows[:, 12 + place] = column
-        np.bitwise_xor(crc, _contributions(len(event) - 1 - place)[column], out=crc)
+        np.bitwise_xor(crc, _contributions(len(message) - 1 - place)[column], out=crc)
 
     for n in range(width):
         more = np.uint8(0x80 if n < width - 1 else 0)
         put(len(before) + n, (steps >> np.uint64(7 * n)).astype(np.uint8) & np.uint8(0x7F) | more)
     for n, column in enumerate(np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4).T):
-        put(len(event) - 4 + n, column)
+        put(len(message) - 4 + n, column)
     rows[:, -4:] = _masked(crc).astype("<u4").view(np.uint8).reshape(-1, 4)
     return rows
 
@@ -180,22 +219,37 @@ def histogram(tag: str, step: int, values: Histogram, wall: float) -> bytes:
     filled = np.flatnonzero(counts)
     first, last = (filled[0], filled[-1]) if len(filled) else (0, 0)
     used = slice(first, last + 1)
-    proto = _double(1, edges[first]) + _double(2, edges[last + 1])  # bounds of the values
-    proto += _double(3, counts.sum()) + _double(4, float(values.sum)) + _double(5, float(values.sum_squares))
+    proto = double(1, edges[first]) + double(2, edges[last + 1])  # bounds of the values
+    proto += double(3, counts.sum()) + double(4, float(values.sum)) + double(5, float(values.sum_squares))
     proto += _doubles(6, edges[first + 1 : last + 2]) + _doubles(7, counts[used])
-    return _event(tag, step, wall, _field(5, proto))
+    return event(tag, step, wall, field(5, proto))
 
 
 def image(tag: str, step: int, values: Image, wall: float) -> bytes:
     """Encode one picture."""
     height, width, channels = values.pixels.shape
-    proto = _integer(1, height) + _integer(2, width) + _integer(3, channels) + _field(4, png(values.pixels))
-    return _event(tag, step, wall, _field(4, proto))
+    proto = integer(1, height) + integer(2, width) + integer(3, channels) + field(4, png(values.pixels))
+    return event(tag, step, wall, field(4, proto))
 
 
 def text(tag: str, step: int, content: str, wall: float) -> bytes:
     """Encode a text, which TensorBoard shows as Markdown."""
-    tensor = _integer(1, 7) + _field(2, _field(2, _integer(1, 1)))  # a vector of one string
-    tensor += _field(8, content.encode(errors="backslashreplace"))
-    metadata = _field(1, _field(1, b"text")) + _integer(4, 2)
-    return _event(tag, step, wall, _field(9, metadata) + _field(8, tensor))
+    tensor = integer(1, 7) + field(2, field(2, integer(1, 1)))  # a vector of one string
+    tensor += field(8, content.encode(errors="backslashreplace"))
+    metadata = field(1, field(1, b"text")) + integer(4, 2)
+    return event(tag, step, wall, field(9, metadata) + field(8, tensor))
+
+
+def margin_charts(charts: Iterable[tuple[str, str, str]], step: int, wall: float) -> bytes:
+    """Encode which curves TensorBoard's "custom scalars" show with a band around them: value, low and high."""
+    categories: dict[str, bytes] = {}
+    for tags in charts:
+        value, low, high = (tag.encode(errors="backslashreplace") for tag in tags)
+        series = field(1, value) + field(2, low) + field(3, high)
+        category = tags[0].partition("/")[0]
+        chart = field(2, field(1, value) + field(3, field(1, series)))
+        categories[category] = categories.get(category, b"") + chart
+    layout = [field(2, field(1, name.encode(errors="backslashreplace")) + x) for name, x in categories.items()]
+    tensor = integer(1, 7) + field(2, b"") + field(8, b"".join(layout))  # a single string
+    metadata = field(1, field(1, b"custom_scalars")) + integer(4, 2)
+    return event(CHARTS, step, wall, field(9, metadata) + field(8, tensor))

@@ -233,12 +233,7 @@ class WandbLogger(Logger):
         """Send the configs of the runs behind the shared one: what they have in common, and lists of what differs."""
         if self._shared is None or self._sent == len(self._configs):
             return
-        configs = list(self._configs.values())
-        common: dict[str, Any] = {"runs": list(self._configs)}
-        for name in dict.fromkeys(name for config in configs for name in config):
-            values = [config.get(name) for config in configs]
-            common[name] = values[0] if all(value == values[0] for value in values) else values
-        self._shared.run.config.update(common, allow_val_change=True)
+        self._shared.run.config.update(_bands.common_config(self._configs), allow_val_change=True)
         self._sent = len(self._configs)
 
     def _series(self, bundles: list[Bundle], lead: int) -> tuple[list[Series], list[Exception]]:
