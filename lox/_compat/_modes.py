@@ -46,6 +46,15 @@ def in_python_loop(outermost: Any) -> bool:
     return any(frame.f_code in _LOOPS for frame in inside)
 
 
+# What runs while a function is traced, lowered and compiled, and not while the program runs.
+_COMPILING = {"jax._src.interpreters.partial_eval", "jax._src.interpreters.mlir", "jax._src.compiler"}
+
+
+def is_compiling(thread: int) -> bool:
+    """Whether JAX is tracing or compiling something on a thread, also if another one asks."""
+    return any(frame.f_globals.get("__name__") in _COMPILING for frame in stack(sys._current_frames().get(thread)))
+
+
 def stack(frame: FrameType | None) -> Iterator[FrameType]:
     """A frame and those that have called it."""
     while frame is not None:

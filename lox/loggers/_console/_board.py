@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lox import _compat
 from lox._data._bundle import Bundle
 from lox._data._histogram import Histogram
 from lox._data._image import Image
@@ -86,6 +87,7 @@ class BoardView(NamedTuple):
     events: int
     rate: float
     elapsed: float
+    compiling: float | None = None  # for how many seconds, if the program is being compiled
 
 
 class Board:
@@ -100,6 +102,8 @@ class Board:
         self._steps: dict[str, dict[int, float]] = {}
         self._events = 0
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
+        self._caller: int | None = None  # the thread that runs the program
+        self._compiling_since: float | None = None
         self._lock = threading.Lock()
 
     def add_run(self, run: Run) -> None:
@@ -108,6 +112,32 @@ class Board:
             self._runs[run.id] = run.name
             if run.resumed is not None:
                 self._resumed.append(run.resumed)
+
+    @property
+    def runs(self) -> int:
+        """How many runs there are."""
+        return len(self._runs)
+
+    @property
+    def events(self) -> int:
+        """How many events there were."""
+        return self._events
+
+    def follow(self, thread: int) -> None:
+        """Say from now on whether JAX is compiling something on this thread."""
+        self._caller = thread
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether JAX is compiling something for the program."""
+        return self._caller is not None and _compat.is_compiling(self._caller)
+
+    def _compiling(self, now: float) -> float | None:
+        if not self.is_compiling:
+            self._compiling_since = None
+            return None
+        self._compiling_since = now if self._compiling_since is None else self._compiling_since
+        return now - self._compiling_since
 
     def update(self, runs: list[Run], bundles: list[Bundle], now: float | None = None) -> None:
         """Take events of several runs: `(run, event, ...)`."""
@@ -164,6 +194,7 @@ class Board:
                 events=self._events,
                 rate=sum(n for _, n in recent) / span if span > 0.05 else 0.0,
                 elapsed=now - self._started,
+                compiling=self._compiling(now),
             )
 
     def _first(self, name: str) -> float:
