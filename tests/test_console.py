@@ -437,6 +437,40 @@ def test_close_takes_away_what_was_only_traced(monkeypatch):
     assert shown.rfind("\x1b[2K") > shown.rfind("compiling ...") > 0  # the lines are erased
 
 
+def test_time_spent_compiling_is_no_progress(monkeypatch):
+    """It took a minute to compile, and since then a step per second."""
+    monkeypatch.setattr(_board._compat, "is_compiling", lambda thread: thread == 7)
+    made = Board({"step": 100}, now=0.0)
+    made.follow(7)
+    made.view(now=0.0)  # as when it is announced
+    assert made.view(now=60.0)[-2:] == (60.0, 0.0)
+    made.follow(8)
+    run = Run(0, np.array([0, 42], np.uint32), {})
+    made.add_run(run)
+    for n in range(10):
+        made.update([run], [bundle({"x": np.ones((1, 1))}, {"step": np.full((1, 1), n)})], now=60.0 + n)
+    view = made.view(now=70.0)
+    assert _render.line(view) == "1:10 run 42 | step 9/100 (10%, eta 1:30) | x 1"
+    assert "10/100  1.0it/s  eta 1:30" in text(_render.table(view, 72))
+
+
+def test_leaks_can_be_looked_for():
+    out = io.StringIO()
+    with ConsoleLogger(console=Console(file=out, force_terminal=True)) as logger, jax.checking_leaks():
+        jax.jit(lambda key: logger.tap(train, logger.init(key))(8.0))(jax.random.key(0))
+    assert "compiling" not in out.getvalue() and "run 0" in out.getvalue()
+
+
+def test_the_next_run_has_a_table_of_its_own():
+    out = io.StringIO()
+    with ConsoleLogger(console=Console(file=out)) as logger:
+        for n in range(2):
+            state = logger.init(jax.random.key(n))
+            logger.log(state, {"x": n})
+            logger.close(state)
+    assert out.getvalue().splitlines() == ["0:00 run 0 | x 0", "0:00 run 1 | x 1"]
+
+
 def test_a_run_that_ends_does_not_end_the_display_of_others():
     console = Console(file=io.StringIO(), width=60)
     with ConsoleLogger(console=console) as logger:

@@ -87,7 +87,8 @@ class BoardView(NamedTuple):
     events: int
     rate: float
     elapsed: float
-    compiling: float | None = None  # for how many seconds, if the program is being compiled
+    compiling: float | None  # for how many seconds, if the program is being compiled
+    running: float  # the time without what was spent compiling
 
 
 class Board:
@@ -104,6 +105,7 @@ class Board:
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
         self._caller: int | None = None  # the thread that runs the program
         self._compiling_since: float | None = None
+        self._compiled = 0.0  # seconds spent so far
         self._lock = threading.Lock()
 
     def add_run(self, run: Run) -> None:
@@ -114,35 +116,36 @@ class Board:
                 self._resumed.append(run.resumed)
 
     @property
-    def runs(self) -> int:
-        """How many runs there are."""
-        return len(self._runs)
-
-    @property
     def events(self) -> int:
         """How many events there were."""
         return self._events
 
-    def follow(self, thread: int) -> None:
+    def follow(self, thread: int | None) -> None:
         """Say from now on whether JAX is compiling something on this thread."""
-        self._caller = thread
+        with self._lock:
+            self._caller = thread
 
     @property
     def is_compiling(self) -> bool:
         """Whether JAX is compiling something for the program."""
         return self._caller is not None and _compat.is_compiling(self._caller)
 
-    def _compiling(self, now: float) -> float | None:
-        if not self.is_compiling:
+    def _look(self, now: float) -> float:
+        """Note whether something is being compiled, and return for how long it has been."""
+        since = now if self._compiling_since is None else self._compiling_since
+        if self.is_compiling:
+            self._compiling_since = since
+        else:
+            self._compiled += now - since
             self._compiling_since = None
-            return None
-        self._compiling_since = now if self._compiling_since is None else self._compiling_since
-        return now - self._compiling_since
+        return now - since
 
     def update(self, runs: list[Run], bundles: list[Bundle], now: float | None = None) -> None:
         """Take events of several runs: `(run, event, ...)`."""
         with self._lock:
             before, now = self._events, time.monotonic() if now is None else now
+            if self._compiling_since is not None:  # where there is no display, nobody else looks
+                self._look(now)
             ids = [run.id for run in runs]
             for key, bundle, values in leaves([*map(words_only, bundles)]):
                 valid = self._update_key(ids, key, _in_numbers(values), bundle.valid and bundle.valid.tree)
@@ -177,6 +180,7 @@ class Board:
         """Return what to show now."""
         with self._lock:
             now = time.monotonic() if now is None else now
+            compiling = self._look(now)
             recent = [(t, n) for t, n in self._recent if t >= now - _WINDOW]
             span = now - max(self._started, now - _WINDOW)
             steps = {name: float(np.mean(list(last.values()))) for name, last in self._steps.items() if last}
@@ -194,7 +198,8 @@ class Board:
                 events=self._events,
                 rate=sum(n for _, n in recent) / span if span > 0.05 else 0.0,
                 elapsed=now - self._started,
-                compiling=self._compiling(now),
+                compiling=None if self._compiling_since is None else compiling,
+                running=now - self._started - self._compiled - (self._compiling_since is not None) * compiling,
             )
 
     def _first(self, name: str) -> float:

@@ -79,21 +79,20 @@ class ConsoleLogger(Logger):
 
     def _entered(self) -> None:
         """Show from the moment on that a program is traced that it is being compiled; its first event may be far."""
-        thread = threading.get_ident()
-        if self._board is not None:
-            self._board.follow(thread)
+        board, thread = self._board, None if _compat.is_looking_for_leaks() else threading.get_ident()
+        if board is not None:
+            board.follow(thread)
+        if _compat.is_evaluating() or self._announced or (board is not None and board.events) or thread is None:
+            return
         # A tap inside of `vmap` is not evaluated either, but nothing is compiled there.
-        if _compat.is_evaluating() or self._announced or not _compat.is_compiling(thread):
-            return
-        if not self._pipeline.writes_all or (self._board is not None and self._board.events):
-            return
-        with self._lock:
-            self._announced = True
-            self._board = self._board or Board(self._totals)
-            self._board.follow(thread)
-            screen_of(self._console).announce(self)
-            if not self._board.runs:  # they begin with the program, which may never run
-                threading.Thread(target=self._wait_for_runs, name="lox-console", daemon=True).start()
+        if _compat.is_compiling(thread) and self._pipeline.writes_all:
+            with self._lock:
+                self._announced = True
+                self._board = self._board or Board(self._totals)
+                self._board.follow(thread)
+                screen_of(self._console).announce(self)
+                if not self._open:  # they begin with the program, which may never run
+                    threading.Thread(target=self._wait_for_runs, name="lox-console", daemon=True).start()
 
     def _wait_for_runs(self) -> None:
         """Take the display away again if nothing is being compiled any more and no run has begun."""
@@ -101,16 +100,20 @@ class ConsoleLogger(Logger):
         while quiet < 2:
             time.sleep(_PATIENCE)
             board = self._board
-            if board is None or board.runs:
+            if board is None or self._open:
                 return
             quiet = 0 if board.is_compiling else quiet + 1
         self._give_up()
 
     def _give_up(self) -> None:
         with self._lock:
-            if self._board is not None and not self._board.runs:
-                screen_of(self._console).remove(self, keep=False)
-                self._board, self._announced = None, False
+            if self._announced and not self._open:
+                self._end(keep=False)
+
+    def _end(self, keep: bool) -> None:
+        """End the display; the next run begins another one."""
+        screen_of(self._console).remove(self, keep)
+        self._board, self._announced = None, False
 
     def open(self, run: Run) -> None:
         """Show a run."""
@@ -132,6 +135,7 @@ class ConsoleLogger(Logger):
 
     def finish(self, run: Run) -> None:
         """Stop with the last run, and leave the last state on the screen."""
-        self._open.discard(run.id)
-        if not self._open:
-            screen_of(self._console).remove(self)
+        with self._lock:
+            self._open.discard(run.id)
+            if not self._open:
+                self._end(keep=True)

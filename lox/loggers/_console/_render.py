@@ -117,7 +117,7 @@ def line(view: BoardView, many: int = 8) -> str:
         text = f"{_end(name)} {number(value, True)}"
         if name in progress:
             done, total, first = progress[name]
-            text += f"/{number(total, True)} ({done / total:.0%}, {remaining(done, total, view.elapsed, first)})"
+            text += f"/{number(total, True)} ({done / total:.0%}, {remaining(done, total, view.running, first)})"
         parts.append(text)
     for key in view.keys[:many]:
         spread = f" ± {number(key.std)}" if key.runs > 1 and math.isfinite(key.mean) else ""
@@ -189,7 +189,7 @@ def table(view: BoardView, width: int = 100, height: int | None = None) -> Any:
         parts += _waiting(view, inner)
     if view.progress:
         parts.append(Text())
-    parts += [bar_row(name, done, total, view.elapsed, inner, first) for name, done, total, first in view.progress]
+    parts += [bar_row(name, done, total, view.running, inner, first) for name, done, total, first in view.progress]
     below = [f"compiling ... {duration(view.compiling)}"] if view.compiling is not None and view.keys else []
     below += [f"{view.events:,} events", rate(view.rate)] if view.events else []
     return Panel(

@@ -89,7 +89,8 @@ class Screen:
     def restore(self) -> None:
         """Leave the terminal as it was, when Python exits: the display would take its cursor along."""
         with self._lock:
-            self._stop()
+            if not isinstance(self._live, Notebook):
+                self._stop()
 
     def _stop(self) -> None:
         live, self._live = self._live, None
