@@ -20,7 +20,7 @@ from lox.store._catalog import Catalog, Record
 from lox.store._from_rows import Chunks, Parts, Select
 from lox.store._group import WAY_OUT, Entry, Group
 from lox.store._prng_keys import words_of
-from lox.store._schema import RUN, WALL
+from lox.store._schema import RUN, WALL, Schema
 from lox.store._segment import DamagedRowsError, SegmentReader, open_file
 from lox.store._table import Activity, Run, RunTable, Where, flat_config
 from lox.store.names import base_names
@@ -271,21 +271,20 @@ class Reader:
         finally:
             self._wall, self._attempts = before
 
-    def keys(self) -> dict[str, "KeyInfo"]:
+    def logged(self) -> dict[str, "KeyInfo"]:
         """Return what is known of the keys found so far without reading their events."""
+        segments = [segment for group in self._catalog.groups.values() for segment in group.segments.values()]
+        rows: dict[Schema, int] = {}  # runs of one program share it
+        for segment in segments:
+            if segment.schema is not None:
+                rows[segment.schema] = rows.get(segment.schema, 0) + sum(segment.rows)
         found: dict[str, KeyInfo] = {}
-        for group in self._catalog.groups.values():
-            for segment in group.segments.values():
-                if segment.schema is None:
-                    continue
-                steps, rows = [step.name for step in segment.schema.steps], sum(segment.rows)
-                for key in segment.schema.keys:
-                    old = found.get(key.name)
-                    if old is None:
-                        found[key.name] = KeyInfo(tuple(steps), key.structure, rows)
-                    else:
-                        known = tuple(dict.fromkeys([*old.steps, *steps])) if old.steps != (*steps,) else old.steps
-                        found[key.name] = KeyInfo(known, old.structure, old.rows + rows)
+        for schema, count in rows.items():
+            steps = tuple(step.name for step in schema.steps)
+            for key in schema.keys:
+                old = found.get(key.name, KeyInfo((), key.structure, 0))
+                known = tuple(dict.fromkeys([*old.steps, *steps])) if old.steps != steps else steps
+                found[key.name] = KeyInfo(known, old.structure, old.rows + count)
         return found
 
     def skipped(self) -> dict[str, int]:

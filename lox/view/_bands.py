@@ -72,14 +72,32 @@ def smoothed(one: Band, weight: float) -> Band:
 
 def smooth(values: np.ndarray, weight: float) -> np.ndarray:
     """Smooth along the last axis; what is not finite stays as it is, and does not count."""
-    finite = np.isfinite(values)
-    total, norm = np.zeros(values.shape[:-1]), np.zeros(values.shape[:-1])
     out = np.array(values, np.float64)
-    for n in range(values.shape[-1]):
-        at = finite[..., n]
-        total = np.where(at, weight * total + (1 - weight) * np.where(at, values[..., n], 0.0), total)
-        norm = np.where(at, weight * norm + (1 - weight), norm)
-        out[..., n] = np.where(at, total / np.where(norm > 0, norm, 1.0), values[..., n])
+    if not out.size:
+        return out
+    rows = out.reshape(-1, out.shape[-1])
+    finite = np.isfinite(rows)
+    if finite.all():
+        rows[:] = _moving_mean(rows, weight)
+        return out
+    for row, good in zip(rows, finite, strict=True):
+        row[good] = _moving_mean(row[None, good], weight)[0]
+    return out
+
+
+def _moving_mean(rows: np.ndarray, weight: float, block: int = 64) -> np.ndarray:
+    """Return the exponential moving means of finite rows; by blocks, as a loop over all points takes a second."""
+    out = np.empty_like(rows)
+    powers = weight ** np.arange(block + 1)
+    ages = np.subtract.outer(np.arange(block), np.arange(block))
+    kernel = np.where(ages >= 0, (1 - weight) * weight ** np.maximum(ages, 0), 0.0)
+    total = np.zeros(len(rows))
+    for start in range(0, rows.shape[1], block):
+        part = rows[:, start : start + block]
+        count = part.shape[1]
+        sums = part @ kernel[:count, :count].T + total[:, None] * powers[1 : count + 1]
+        total = sums[:, -1]
+        out[:, start : start + count] = sums / (1 - weight ** np.arange(start + 1, start + count + 1))
     return out
 
 

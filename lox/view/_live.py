@@ -386,7 +386,7 @@ class Live:
                     info = old
                 changed = changed or info is not old
                 self.infos[run.name] = info
-            keys = self.reader.keys()
+            keys = self.reader.logged()
             shape = lambda found: {name: (key.steps, key.structure) for name, key in found.items()}  # noqa: E731
             if changed or before.keys() != self.infos.keys() or shape(keys) != shape(self.keys):
                 self.version += 1

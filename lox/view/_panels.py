@@ -3,14 +3,14 @@
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lox import _errors
 from lox.view import _bands, _pixels
-from lox.view._curves import EVENT, WALL
+from lox.view._curves import EVENT, WALL, Curve
 from lox.view._groups import Group
 from lox.view._live import Key, Live, Track, View
 from lox.view._pixels import Grid
@@ -183,29 +183,37 @@ class _Drawing:
         return found
 
     def _marks(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """Return where lanes ended before others or turned NaN: their last finite points."""
-        curve = self.view.curve()
-        finite = np.isfinite(curve.values)
-        has = curve.there.any(1)
-        last_event = np.where(has, curve.there.shape[1] - 1 - np.argmax(curve.there[:, ::-1], 1), -1)
-        marks, counts = [], {"nan": 0, "stopped": 0}
-        seconds = self.view.mean_seconds(self.live.began()) if self.by_time else curve.x
-        end = int(last_event.max(initial=-1))
-        ended_well = finite[np.arange(len(finite)), last_event]
-        for lane in np.flatnonzero(has & (~ended_well | (last_event < end))).tolist():
-            at = int(last_event[lane])
-            run = self.view.runs[lane]
-            why = "nan" if not ended_well[lane] else "stopped"
-            if why == "stopped" and self.live.infos[run].state == "running":
-                continue  # it is only behind
-            counts[why] += 1
-            before = np.flatnonzero(finite[lane, : at + 1])
-            if len(marks) < _MOST_MARKS:
-                place = int(before[-1]) if len(before) else None
-                value = None if place is None else float(curve.values[lane, place])
-                x = float(seconds[at if place is None else place])
-                marks.append({"name": run, "why": why, "x": x, "y": value})
-        return marks, counts
+        seconds = self.view.mean_seconds(self.live.began()) if self.by_time else None
+        running = {run for run in self.view.runs if self.live.infos[run].state == "running"}
+        return marks(self.view.curve(), seconds, running)
+
+
+def marks(
+    curve: Curve, x: np.ndarray | None = None, running: Container[str] = ()
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Return where lanes ended before others, unless they are running, or turned NaN: their last finite points.
+
+    There may be more of them than are returned, so also how many there are.
+    """
+    found: list[dict[str, Any]] = []
+    counts = {"nan": 0, "stopped": 0}
+    if not curve.there.any():
+        return found, counts
+    x = curve.x if x is None else x
+    finite, has = np.isfinite(curve.values), curve.there.any(1)
+    last = np.where(has, curve.there.shape[1] - 1 - np.argmax(curve.there[:, ::-1], 1), -1)
+    ended_well = finite[np.arange(len(finite)), last]
+    for lane in np.flatnonzero(has & (~ended_well | (last < last.max()))).tolist():
+        why, name = "nan" if not ended_well[lane] else "stopped", curve.lanes[lane]
+        if why == "stopped" and name in running:
+            continue  # it is only behind
+        counts[why] += 1
+        before = np.flatnonzero(finite[lane, : last[lane] + 1])
+        if len(found) < _MOST_MARKS:
+            value = float(curve.values[lane, before[-1]]) if len(before) else None
+            at = before[-1] if len(before) else last[lane]
+            found.append({"name": name, "why": why, "x": float(x[at]), "y": value})
+    return found, counts
 
 
 _ARRAYS = ("center", "low", "high", "n", "lost")

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 from lox import _errors
 from lox._data._image import png
 from lox._version import __version__
+from lox.store._reader import runs_in
 from lox.store._table import flat_config
-from lox.view import _bands, _panels
+from lox.view import _bands, _compare, _filter, _panels
 from lox.view._live import Live, kind_of
 from lox.view._panels import Options
 
@@ -348,8 +349,16 @@ class _Service:
         return png(_panels.picture(self._live, query.get("key", ""), _options(query), run, event))
 
     def compare(self, request: "Request") -> dict[str, Any]:
-        """The table of `lox.compare`."""
-        raise _errors.OptionError("groups cannot be compared yet.")
+        """The tables of `lox.compare`, over the runs that the filter chooses."""
+        query = request.query_params
+        by = [name for name in query.getlist("by") if name] or None
+        name = query.get("name") or query.get("key", "")
+        runs = runs_in(self._live.reader.path, _filter.parse(query.get("where", "")))
+        at, better = query.get("at", "last"), query.get("better", "higher")
+        with self._live.locked():  # where warnings become problems that the page shows
+            found = _compare.compare(runs, name, by, at=at, better=better, x=query.get("x") or None)
+        tables = [{"columns": columns, "rows": rows} for columns, rows in found.tables()]
+        return {"title": f"{found.key}, {found.better} is better", "tables": tables, "notes": list(found.methods)}
 
 
 def _options(query: Any) -> Options:

@@ -446,24 +446,39 @@
 
   const zoom = (from, to) => change({ from: from === null ? "" : String(from), to: to === null ? "" : String(to) });
 
-  const compare = async (key, name) => {
+  let compared = null; // the key and the name of the curve that the dialog is about
+  const compare = (key, name) => {
+    compared = [key, name];
+    $("better").value = /loss|err|nll|regret|perplex|cost/i.test(key) ? "lower" : "higher";
+    if (!$("comparison").open) $("comparison").showModal();
+    showComparison();
+  };
+  const showComparison = async () => {
+    const [key, name] = compared;
     const query = chosen();
     query.set("key", key);
     if (name) query.set("name", name);
-    const dialog = $("comparison"), place = dialog.querySelector(".scroll");
-    dialog.querySelector("h2").textContent = `${key}: groups compared`;
-    place.replaceChildren("computing …");
-    dialog.showModal();
+    query.set("at", $("at").value);
+    query.set("better", $("better").value);
+    if (state.x && state.x !== "wall") query.set("x", state.x);
+    const asked = query.toString();
+    const room = $("comparison").querySelector(".scroll");
+    $("comparison").querySelector("h2").textContent = `${name || key}: groups compared`;
+    $("comparison").dataset.asked = asked;
+    room.replaceChildren("computing …");
+    let shown;
     try {
       const answer = await ask("compare", query);
-      place.replaceChildren(...answer.tables.map((table) => el("div", {}, el("p", {}, table.title),
-        el("table", {}, el("thead", {}, el("tr", {}, table.columns.map((c) => el("th", {}, c)))),
-          el("tbody", {}, table.rows.map((row) => el("tr", {}, row.map((cell) => el("td", {}, text(cell))))))))),
-      ...(answer.notes || []).map((note) => el("p", { class: "notes" }, note)));
+      shown = [...answer.tables.map((table) => el("table", {},
+        el("thead", {}, el("tr", {}, table.columns.map((c) => el("th", {}, c)))),
+        el("tbody", {}, table.rows.map((row) => el("tr", {}, row.map((cell) => el("td", { title: cell }, cell))))))),
+      ...answer.notes.map((note) => el("p", { class: "notes" }, note))];
     } catch (error) {
-      place.replaceChildren(el("div", { class: "error" }, error.message));
+      shown = [el("div", { class: "error" }, error.message)];
     }
+    if ($("comparison").dataset.asked === asked) room.replaceChildren(...shown);
   };
+  for (const name of ["at", "better"]) $(name).addEventListener("change", showComparison);
 
   // --- putting a state on the page ---
 
