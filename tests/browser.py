@@ -58,14 +58,10 @@ def chromium(width: int = 1280, height: int = 900, dark: bool = False) -> Iterat
 @contextlib.contextmanager
 def served(directory: str | os.PathLike[str], period: float = 0.1, **options: Any) -> Iterator[str]:
     """Serve the dashboard of a directory in a thread; give its address."""
-    import uvicorn
-
     from lox.view import _server
 
     bound = _server._bind("127.0.0.1", 0)
-    app = _server.app(directory, period=period, **options)
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = _server.server_of(_server.app(directory, period=period, **options))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     until(lambda: server.started, "the server has started")

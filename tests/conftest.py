@@ -36,3 +36,13 @@ def default_sink():
     yield
     jax.effects_barrier()
     lox.config.sink = "console"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say it loudly where pages could not be looked at, so that nobody takes skipped tests for passed ones."""
+    import browser
+
+    asked = any("test_ui_browser" in report.nodeid for report in terminalreporter.stats.get("skipped", []))
+    if asked and (problem := browser.package()):
+        terminalreporter.section("NO BROWSER", sep="!", red=True)
+        terminalreporter.line(f"The dashboard was not tested in a browser: {problem}.", red=True)

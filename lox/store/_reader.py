@@ -259,7 +259,11 @@ class Reader:
         wall: bool | None = None,
         attempts: str | None = None,
     ) -> logdict:
-        """Return the events of a run found so far; every key has an event axis. Arguments are those of `lox.load`."""
+        """Return the events of a run found so far; every key has an event axis.
+
+        Arguments are those of `lox.load`. With `attempts="replaced"`, it returns what later attempts have computed
+        again, and `lox.load` leaves out.
+        """
         if name not in self._catalog.records:
             raise self._no_run(name)
         before = self._wall, self._attempts
@@ -441,11 +445,15 @@ class Reader:
             parts = []
             for entry in entries:
                 part = self._read(entry, select, timed=any(e.resumed or e.part for e in record.entries))
-                for later, *_ in attempts[number + 1 :] if self._attempts == "newest" else ():
+                gone: Chunks = {}
+                for later, *_ in attempts[number + 1 :] if self._attempts != "all" else ():
+                    if self._attempts == "replaced":
+                        for key, replaced in self._without_replaced(part, entry, later, replaced=True).items():
+                            gone.setdefault(key, []).extend(replaced)
                     part = self._without_replaced(part, entry, later)
-                parts.append(part)
+                parts.append(gone if self._attempts == "replaced" else part)
             part = self._together(record.name, entries, parts)
-            _merge(chunks, _from_rows.with_step(part, "attempt", number) if self._attempts == "all" else part)
+            _merge(chunks, part if self._attempts == "newest" else _from_rows.with_step(part, "attempt", number))
         return chunks
 
     def _together(self, name: str, entries: list[Entry], parts: list[Chunks]) -> Chunks:

@@ -265,9 +265,8 @@ class Key:
                 continue
             # What a later attempt has computed again replaces events that were read before.
             self._forget(name, but_identity=True)
-            newest = reader.load(name, pattern, wall=True)
-            self._add(name, newest)
-            self._add_replaced(name, newest, reader.load(name, pattern, wall=True, attempts="all"))
+            self._add(name, reader.load(name, pattern, wall=True))
+            self._add_replaced(name, reader.load(name, pattern, wall=True, attempts="replaced"))
 
     def _forget(self, run: str, but_identity: bool = False) -> None:
         for track in self.tracks.values():
@@ -280,15 +279,10 @@ class Key:
         for one, steps in self._series(logs):
             self._track(one).lanes.setdefault(run, Lane()).extend(_values(one), _count(one), steps)
 
-    def _add_replaced(self, run: str, newest: logdict, everything: logdict) -> None:
-        """Keep what later attempts have replaced: events whose times are not among those of the newest."""
-        known = {one.name: steps[WALL] for one, steps in self._series(newest)}
-        for one, steps in self._series(everything):
-            if not isinstance(one.value, np.ndarray):
-                continue
-            old = ~np.isin(steps[WALL], known.get(one.name, np.empty(0)))
-            for attempt in np.unique(steps["attempt"][old]).tolist():
-                chosen = old & (steps["attempt"] == attempt)
+    def _add_replaced(self, run: str, logs: logdict) -> None:
+        for one, steps in self._series(logs):
+            for attempt in np.unique(steps["attempt"]).tolist() if isinstance(one.value, np.ndarray) else ():
+                chosen = steps["attempt"] == attempt
                 lane = self._track(one).replaced.setdefault(run, {}).setdefault(int(attempt), Lane())
                 of_attempt = {name: x[chosen] for name, x in steps.items() if name != "attempt"}
                 lane.extend(_values(one)[chosen], int(chosen.sum()), of_attempt)

@@ -131,7 +131,7 @@ class _Drawing:
     def json(self, grid: Grid, first: float) -> dict[str, Any]:
         part = self.part(first)
         band = dataclasses.replace(self.band, **{f: getattr(self.band, f)[part] for f in ("x", *_ARRAYS)})
-        drawn = _pixels.reduced(band, grid)
+        drawn = _pixels.reduced(band, grid, begins=part.start == self.part(-math.inf).start)
         n, lost = self.exact.n, self.exact.lost
         low, high = int(n.min()), int(n.max())
         runs = self.view.runs

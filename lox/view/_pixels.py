@@ -58,31 +58,29 @@ def starts_of_bins(bins: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.r_[True, bins[1:] != bins[:-1]]) if len(bins) else np.zeros(0, int)
 
 
-def reduced(band: Band, grid: Grid) -> Drawn:
-    """Reduce a band to at most two points per bin."""
+def reduced(band: Band, grid: Grid, begins: bool = True) -> Drawn:
+    """Reduce a band to at most two points per bin. What is drawn of a bin depends on its own points alone.
+
+    Beside them stays the last point, which is where a curve is now, and the first if the curve `begins` here.
+    """
     starts = starts_of_bins(grid.bins(band.x))
     sizes = np.diff(np.r_[starts, len(band.x)])
     most = int(sizes.max(initial=0))
     if most <= 2:
         return Drawn(band.x, band.center, band.low, band.high, band.low, band.high, band.n, most)
     # What is not finite is no extreme. A bin without any finite number keeps its first and its last point.
-    finite = np.isfinite(band.center)
+    finite, ends = np.isfinite(band.center), starts + sizes - 1
     smallest = _places(np.where(finite, band.center, np.inf), starts, sizes, np.minimum)
     largest = _places(np.where(finite, band.center, -np.inf), starts, sizes, np.maximum)
-    none = ~np.logical_or.reduceat(finite, starts)
-    smallest[none], largest[none] = starts[none], (starts + sizes - 1)[none]
-    # Both points of a bin that holds only two are there anyway, and the last one of all is where a curve is now.
-    first, second = np.minimum(smallest, largest), np.maximum(smallest, largest)
-    ends = starts + sizes - 1
-    small = sizes <= 2
-    first, second = np.where(small, starts, first), np.where(small, ends, second)
-    keep = np.unique(np.r_[first, second, 0, len(band.x) - 1])
+    whole = (sizes <= 2) | ~np.logical_or.reduceat(finite, starts)
+    first = np.where(whole, starts, np.minimum(smallest, largest))
+    second = np.where(whole, ends, np.maximum(smallest, largest))
+    keep = np.unique(np.r_[first, second, [0] * begins, len(band.x) - 1].astype(int))
     which = np.searchsorted(starts, keep, "right") - 1
-    low = np.fmin.reduceat(band.low, starts)[which]
-    high = np.fmax.reduceat(band.high, starts)[which]
-    return Drawn(
-        band.x[keep], band.center[keep], low, high, band.low[keep], band.high[keep], band.n[keep], most
-    )  # fmt: skip
+    merged = (sizes > 2)[which]
+    low = np.where(merged, np.fmin.reduceat(band.low, starts)[which], band.low[keep])
+    high = np.where(merged, np.fmax.reduceat(band.high, starts)[which], band.high[keep])
+    return Drawn(band.x[keep], band.center[keep], low, high, band.low[keep], band.high[keep], band.n[keep], most)
 
 
 def _places(values: np.ndarray, starts: np.ndarray, sizes: np.ndarray, extreme: np.ufunc) -> np.ndarray:
@@ -105,7 +103,9 @@ def reduced_lanes(x: np.ndarray, values: np.ndarray, grid: Grid) -> tuple[np.nda
     ends = starts + sizes - 1
     falling = values[:, starts] > values[:, ends]
     out = np.empty((len(values), 2 * len(starts)))
-    out[:, 0::2], out[:, 1::2] = np.where(falling, high, low), np.where(falling, low, high)
+    whole = sizes <= 2
+    out[:, 0::2] = np.where(whole, values[:, starts], np.where(falling, high, low))
+    out[:, 1::2] = np.where(whole, values[:, ends], np.where(falling, low, high))
     places = np.stack([starts, ends], 1).reshape(-1)
     keep = np.r_[True, places[1:] != places[:-1]]
     return x[places[keep]], out[:, keep], most

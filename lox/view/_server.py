@@ -151,13 +151,13 @@ class Watcher:
 
     def __init__(self, live: Live, period: float):
         self._live, self._period = live, period
-        self._listeners: set[asyncio.Queue[str]] = set()
+        self._listeners: set[asyncio.Queue[str | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._known: dict[str, Any] = {}
 
     async def listen(self) -> AsyncIterator[str]:
         """Yield server-sent events until the page goes away."""
-        queue: asyncio.Queue[str] = asyncio.Queue()
+        queue: asyncio.Queue[str | None] = asyncio.Queue()
         self._listeners.add(queue)
         if self._task is None:
             self._task = asyncio.create_task(self._watch())
@@ -165,14 +165,22 @@ class Watcher:
             yield "retry: 2000\n\n"
             while True:
                 try:
-                    yield await asyncio.wait_for(queue.get(), _HEARTBEAT)
+                    news = await asyncio.wait_for(queue.get(), _HEARTBEAT)
                 except TimeoutError:
-                    yield ": alive\n\n"
+                    news = ": alive\n\n"
+                if news is None:
+                    return
+                yield news
         finally:
             self._listeners.discard(queue)
             if not self._listeners and self._task is not None:
                 self._task.cancel()
                 self._task = None
+
+    def stop(self) -> None:
+        """Say goodbye to all pages, because the server ends."""
+        for queue in self._listeners:
+            queue.put_nowait(None)
 
     async def _watch(self) -> None:
         from starlette.concurrency import run_in_threadpool
@@ -253,7 +261,9 @@ def app(
     routes += [Route("/api/events", events)]
     for name in ("runs", "panel", "at", "histogram", "pictures", "picture", "compare"):
         routes.append(Route(f"/api/{name}", answering(getattr(service, name))))
-    return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token, names=names)])
+    made = Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token, names=names)])
+    made.state.watcher = watcher
+    return made
 
 
 def _text(error: BaseException) -> str:
@@ -399,10 +409,6 @@ def serve(
         names: More names that the server is known by, for instance behind a proxy.
         say: What gets the address, as a line of text.
     """
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise ImportError("the dashboard needs Starlette and uvicorn: pip install 'lox-jax[ui]'") from error
     path = Path(directory).absolute()
     if not path.is_dir():
         what = f"{str(path)!r} is a file: give the directory that lox wrote to."
@@ -413,14 +419,27 @@ def serve(
     token = None if host in _LOOPBACK else secrets.token_urlsafe(24)
     address = _address(host, bound.getsockname()[1], token)
     application = app(path, host, token, names)
-    # A page listens for ever: do not wait for it.
-    config = uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = server_of(application)
     say(f"{path.name}: {address}  (Ctrl-C ends it)")
     if browser:
         webbrowser.open(address)
     with bound, contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[bound])
+
+
+def server_of(application: "Starlette") -> Any:
+    """Return a server for the dashboard, whose `run(sockets=...)` serves it."""
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise ImportError("the dashboard needs Starlette and uvicorn: pip install 'lox-jax[ui]'") from error
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: Any = None) -> None:
+            application.state.watcher.stop()  # a page listens for ever, and the server would wait for it
+            await super().shutdown(sockets)
+
+    return Server(uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=2))
 
 
 def _address(host: str, port: int, token: str | None) -> str:
