@@ -273,6 +273,10 @@ class Reader:
         finally:
             self._wall, self._attempts = before
 
+    def resumed(self, name: str) -> bool:
+        """Tell whether a later attempt at a run may have replaced events of an earlier one."""
+        return any(entry.resumed is not None for entry in self._catalog.records[name].entries)
+
     def logged(self) -> dict[str, "KeyInfo"]:
         """Return what is known of the keys found so far without reading their events."""
         segments = [segment for group in self._catalog.groups.values() for segment in group.segments.values()]

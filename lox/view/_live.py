@@ -254,13 +254,13 @@ class Key:
             run = runs.get(name)
             if run is None or run.opened != opened:  # gone, or overwritten by another
                 self._forget(name)
-            elif run.attempts != attempts:
+            elif run.attempts != attempts and reader.resumed(name):
                 news.setdefault(name, logdict())
         for name, logs in news.items():
             if name not in runs:
                 continue
             self._identities[name] = runs[name].opened, runs[name].attempts
-            if runs[name].attempts == 1:
+            if not reader.resumed(name):
                 self._add(name, logs)
                 continue
             # What a later attempt has computed again replaces events that were read before.

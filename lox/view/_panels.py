@@ -276,25 +276,28 @@ def at(live: Live, key: str, groups: Sequence[Group], options: Options, point: f
         return {"key": key, "name": track.name, "x": x, "groups": found}
 
 
-def histogram(live: Live, key: str, groups: Sequence[Group], options: Options, group: int) -> dict[str, Any]:
-    """Return the histograms of the runs of a group, added up at each step, over steps."""
+def histogram(live: Live, key: str, groups: Sequence[Group], options: Options, group: str) -> dict[str, Any]:
+    """Return the histograms of the runs of a group, or else of the first, added up at each step, over steps."""
     with live.locked():
         track = choose(live.tracks(key), options.name)
         x = options.x if options.x in (*track.steps(), EVENT) else track.default_step()
-        runs = [run for run in (groups[group].runs if 0 <= group < len(groups) else ()) if run in track.lanes]
+        own = {g.name: [run for run in g.runs if run in track.lanes] for g in groups}
+        own = {name: runs for name, runs in own.items() if runs}
+        group = group if group in own else next(iter(own), "")
+        runs = own.get(group, [])
         sums: dict[float, np.ndarray] = {}
         edges: np.ndarray = np.empty(0)
         lanes: dict[float, int] = {}
         for run in runs:
             lane = track.lanes[run]
-            for place, (counts, own) in zip(lane.at(x).tolist(), lane.things, strict=True):
-                edges = edges if len(edges) else own
-                if math.isnan(place) or len(own) != len(edges) or not np.array_equal(own, edges):
+            for place, (counts, bins) in zip(lane.at(x).tolist(), lane.things, strict=True):
+                edges = edges if len(edges) else bins
+                if math.isnan(place) or not np.array_equal(bins, edges):
                     continue
                 sums[place] = sums[place] + counts if place in sums else counts.astype(np.float64)
                 lanes[place] = lanes.get(place, 0) + 1
         places = sorted(sums)
-        counts = np.array([sums[place] for place in places]).reshape(len(places), -1)
+        counts = np.array([sums[place] for place in places]) if places else np.zeros((0, 0))
         grid = Grid.of(places[0], places[-1], min(options.bins, 400)) if places else Grid(0)
         starts = _pixels.starts_of_bins(grid.bins(np.array(places)))
         merged = np.add.reduceat(counts, starts, axis=0) if len(places) else counts
@@ -305,7 +308,7 @@ def histogram(live: Live, key: str, groups: Sequence[Group], options: Options, g
             "name": track.name,
             "x": x,
             "group": group,
-            "groups": [g.name for g in groups],
+            "groups": list(own),
             "n": max(lanes.values(), default=0),
             "places": [places[i] for i in starts],
             "edges": numbers(edges[low : high + 1].astype(np.float64)),

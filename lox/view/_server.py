@@ -343,8 +343,7 @@ class _Service:
         """Histograms over steps."""
         query = request.query_params
         groups = self._groups(request)
-        number = int(query.get("group", "0"))
-        return _panels.histogram(self._live, query.get("key", ""), groups, _options(query), number)
+        return _panels.histogram(self._live, query.get("key", ""), groups, _options(query), query.get("group", ""))
 
     def pictures(self, request: "Request") -> dict[str, Any]:
         """Which pictures there are."""
@@ -361,12 +360,16 @@ class _Service:
     def compare(self, request: "Request") -> dict[str, Any]:
         """The tables of `lox.compare`, over the runs that the filter chooses."""
         query = request.query_params
+        self._groups(request)
         by = [name for name in query.getlist("by") if name] or None
-        name = query.get("name") or query.get("key", "")
-        runs = runs_in(self._live.reader.path, _filter.parse(query.get("where", "")))
+        with self._live.locked():
+            track = _panels.choose(self._live.tracks(query.get("key", "")), query.get("name") or None)
+            with_it = set(track.lanes)
+        chosen = _filter.parse(query.get("where", ""))
+        runs = runs_in(self._live.reader.path, lambda run: run.name in with_it and chosen(run))
         at, better = query.get("at", "last"), query.get("better", "higher")
         with self._live.locked():  # where warnings become problems that the page shows
-            found = _compare.compare(runs, name, by, at=at, better=better, x=query.get("x") or None)
+            found = _compare.compare(runs, track.name, by, at=at, better=better, x=query.get("x") or None)
         tables = [{"columns": columns, "rows": rows} for columns, rows in found.tables()]
         return {"title": f"{found.key}, {found.better} is better", "tables": tables, "notes": list(found.methods)}
 

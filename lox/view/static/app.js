@@ -391,7 +391,7 @@
     }
 
     async histogram(query, signal) {
-      query.set("group", this.group || "0");
+      if (this.group) query.set("group", this.group);
       const answer = await ask("histogram", query, signal);
       if (!this.heat) {
         this.heat = el("canvas", { class: "heat" });
@@ -399,7 +399,7 @@
         this.caption = el("span");
       }
       if (!this.body.contains(this.heat)) this.body.replaceChildren(this.heat, el("div", { class: "notes" }, this.which, " ", this.caption));
-      options(this.which, answer.groups.map((name, n) => [String(n), name]), this.group || "0");
+      options(this.which, answer.groups.map((name) => [name, name]), answer.group);
       this.which.hidden = answer.groups.length < 2;
       this.caption.textContent = `${answer.places.length} columns over ${answer.x}, ${answer.n} ${answer.n === 1 ? "lane" : "lanes"} added up; colour: square root of the count`;
       this.drawn = answer;
@@ -420,7 +420,8 @@
         this.body.replaceChildren(el("div", { class: "picture" }, this.image, el("div", { class: "row" }, this.of, this.slider, this.caption)));
       }
       this.shots = { x: answer.x, runs: new Map(own.map((run) => [run.name, run.places])), name: answer.name };
-      const atEnd = this.slider.value === this.slider.max;
+      const atEnd = !this.seen || this.slider.value === this.slider.max; // then it stays there as more come
+      this.seen = true;
       options(this.of, own.map((run) => [run.name, run.name]), this.shots.runs.has(this.of.value) ? this.of.value : own.length ? own[0].name : "");
       const count = (this.shots.runs.get(this.of.value) || []).length;
       this.slider.max = String(Math.max(0, count - 1));

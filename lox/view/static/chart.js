@@ -60,6 +60,10 @@ const lox = (() => {
     return (value < 0 ? "-" : "") + (h ? `${h}:${two(m)}:${two(rest)}` : `${m}:${two(rest)}`);
   };
   const place = (x, value) => (x === "wall" ? seconds(value) : number(value));
+  const oneDigit = (value, round) => {
+    const unit = 10 ** Math.floor(Math.log10(value));
+    return +(round(+(value / unit).toPrecision(12)) * unit).toPrecision(1);
+  };
   const counted = (range) => (range[0] === range[1] ? `${range[0]}` : `${range[0]}–${range[1]}`);
   const listed = (names) => names.slice(0, 12).join(", ") + (names.length > 12 ? `, … (${names.length})` : "");
 
@@ -184,9 +188,11 @@ const lox = (() => {
         const table = [group.x];
         if (group.low) {
           const edge = { stroke: faded(stroke, 0.25), width: 0.5, points: { show: false } };
-          series.push({ ...edge, label: `${group.name} high` }, { ...edge, label: `${group.name} low` });
+          // On a logarithmic axis, a band that reaches zero goes on to the lower end, wherever that is.
+          series.push({ ...edge, label: `${group.name} high` }, { ...edge, label: `${group.name} low`, auto: !this.options.logY });
           bands.push({ series: [series.length - 2, series.length - 1], fill: faded(stroke, theme() === "dark" ? 0.22 : 0.16) });
-          table.push(positive(group.high), positive(group.low));
+          const low = this.options.logY ? group.low.map((v) => (v === null ? null : Math.max(v, 1e-300))) : group.low;
+          table.push(positive(group.high), low);
         }
         const few = group.x.length < 2;
         series.push({ label: group.name, stroke, width: 1.75, dash: dash(group.color), points: { show: few, size: 6, fill: stroke } });
@@ -213,7 +219,7 @@ const lox = (() => {
         series, bands,
         scales: {
           x: { time: false, distr: this.options.logX ? 3 : 1, range: (u, low, high) => this.xRange(low, high) },
-          y: { distr: this.options.logY ? 3 : 1 },
+          y: this.options.logY ? { distr: 3, range: (u, low, high) => (low === null ? [0.1, 1] : [oneDigit(low, Math.floor), oneDigit(high, Math.ceil)]) } : {},
         },
         axes: [
           { ...axis, size: 28, space: 60, values: (u, values) => labels(values) },
