@@ -122,6 +122,13 @@ def test_what_does_not_fit_is_counted():
     assert len(text(_render.table(many.view(now=1.0), 60), 60).splitlines()) > 40
 
 
+def test_numbers_that_overflow():
+    made = Board(now=0.0)
+    runs = [Run(n, np.array([0, n], np.uint32), {}) for n in range(2)]
+    made.update(runs, [bundle({"x": np.array([[1e200], [-1e200]])})], now=1.0)
+    assert _render.line(made.view(now=1.0)).endswith("x 0 ± inf")
+
+
 def test_a_run_that_diverges_is_marked():
     made = board(3)
     runs = [Run(n, np.array([0, 42 + n], np.uint32), {}) for n in range(3)]
@@ -276,6 +283,21 @@ def test_a_key_or_a_step_of_any_length_leaves_room_for_numbers():
 ╰──────────────────────── 1 events  1.0/s  0:01 ─╯
 """
     )
+
+
+def test_columns_do_not_come_and_go():
+    """Whatever the digits of the numbers are."""
+    headers = set()
+    for scale in (1.0, 1 / 3, 1e-9 / 3, -1e50 / 3):
+        made = Board(now=0.0)
+        runs = [Run(n, np.array([0, n], np.uint32), {}) for n in range(2)]
+        for run in runs:
+            made.add_run(run)
+        made.update(runs, [bundle({"a_key_of_17_chars": scale * np.array([[1.0], [2.0]])})], now=1.0)
+        lines = text(_render.table(made.view(now=1.0), 80), 80).splitlines()
+        assert {len(line) for line in lines} == {80}
+        headers.add(tuple(lines[1].split()))
+    assert headers == {("│", "mean", "±", "std", "min", "max", "trend", "│")}
 
 
 # --- before the first event ---
