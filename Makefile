@@ -13,13 +13,16 @@ SEED ?= 0
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test lint fuzz bench soak dist clean
+.PHONY: help demo ui quick test lint fuzz bench soak dist clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo:  ## a small training run, logged with lox
-	@$(ENVS) run examples/demo.py $(ARGS)
+	@$(ENVS) demo $(ARGS)
+
+ui:  ## the curves of the demo in a browser (ARGS="--port 8080 --no-browser")
+	@$(ENVS) ui $(ARGS)
 
 quick:  ## the fast tests on the newest JAX, of the source as it is: between two edits (ARGS="-k scan")
 	@$(ENVS) quick $(ARGS)

@@ -2,11 +2,14 @@
 
 The training is plain JAX: eight seeds under `vmap`, a loop of steps inside a loop of rounds, all of
 it compiled. Metrics are logged where they are computed, without passing them through. The same
-function is then called four ways: logs are returned, streamed, saved as one run per seed, removed.
+function is then called four ways: logs are returned, streamed, removed, and saved: for two learning
+rates, one run per seed, in the folder `lox-demo`. `make ui` shows their curves in a browser.
 """
 
 import itertools
-import tempfile
+import os
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ import numpy as np
 import lox
 
 SEEDS, ROUNDS, STEPS, BATCH = 8, 10, 100, 64
+DIRECTORY = Path("lox-demo")
 
 
 # --- The training: a network of 32 × 32 units learns to tell two spirals apart -------------------
@@ -54,7 +58,7 @@ def loss(params, batch, step):
     return value
 
 
-def train(prng_key):
+def train(prng_key, lr=0.3):
     """Train one network with SGD, from its seed."""
     init_key, data_key, test_key = jax.random.split(prng_key, 3)
     params = init(init_key)
@@ -64,7 +68,7 @@ def train(prng_key):
         batch = spirals(jax.random.fold_in(data_key, step), BATCH)
         grads = jax.grad(loss)(params, batch, step)
         lox.log({"grad_norm": jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))})
-        return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), None
+        return jax.tree.map(lambda p, g: p - lr * g, params, grads), None
 
     def train_round(params, number):
         params, _ = jax.lax.scan(train_step, params, number * STEPS + jnp.arange(STEPS))
@@ -130,21 +134,19 @@ def stream_logs(prng_keys):
 
 
 def save_logs(prng_keys):
-    title("SaveLogger: one run per seed, on disk")
-    with tempfile.TemporaryDirectory() as directory:
-        with lox.SaveLogger(directory) as logger:
+    title("SaveLogger: one run per seed and learning rate, on disk")
+    # The same runs again replace those of the last demo.
+    with lox.SaveLogger(DIRECTORY, mode="overwrite") as logger:
 
-            @jax.jit
-            @jax.vmap
-            def train_and_save(prng_key):
-                return logger.tap(train, logger.init(prng_key), buffer=STEPS)(prng_key)
+        @jax.jit
+        @jax.vmap
+        def train_and_save(prng_key, lr):
+            run = logger.init(prng_key, config={"lr": lr})
+            return logger.tap(train, run, buffer=STEPS)(prng_key, lr)
 
-            train_and_save(prng_keys)
-        for run in lox.runs(directory):
-            logs = lox.load(directory, run.key, argnames="test/*")
-            last = logs.reduce("last")
-            step, accuracy = last.step["test/accuracy"], last["test/accuracy"]
-            print(f"run {run.name:<20} test accuracy {accuracy:.3f} at step {step}")
+        rates = jnp.repeat(jnp.array([0.3, 0.1]), SEEDS)
+        train_and_save(jnp.concatenate([prng_keys, prng_keys]), rates)
+    print(lox.compare(lox.load(DIRECTORY), "test/accuracy", by="lr"))
 
 
 def remove_logs(prng_keys, params):
@@ -158,14 +160,25 @@ def remove_logs(prng_keys, params):
     print(f"largest difference to the parameters that spool gave: {difference:g}")
 
 
+def say_what_next():
+    """Print what to type: the command of this environment, which may not be on the PATH."""
+    command = Path(sys.executable).with_name("lox")
+    shown = os.path.relpath(command) if command.exists() else f"{os.path.relpath(sys.executable)} -m lox"
+    title("The curves in a browser, with a mean and a band for each learning rate")
+    if Path("Makefile").exists():
+        print("make ui\n\nwhich is short for\n")
+    print(f"{shown} ui {DIRECTORY}")
+
+
 def main():
     prng_keys = jax.random.split(jax.random.key(0), SEEDS)
     platform = jax.devices()[0].platform
     print(f"{SEEDS} seeds × {ROUNDS * STEPS} steps on {platform}, JAX {jax.__version__}")
     params = return_logs(prng_keys)
     stream_logs(prng_keys)
-    save_logs(prng_keys)
     remove_logs(prng_keys, params)
+    save_logs(prng_keys)
+    say_what_next()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The console: its exact output, on terminals and elsewhere."""
 
+import collections
+import contextlib
 import io
 import os
 import re
@@ -7,23 +9,28 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import types
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from machine import HANG
+from machine import HANG, wait_for
 
 import lox
+from lox import _compat
 from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Laned
 from lox.loggers import ConsoleLogger
-from lox.loggers._console import _board, _progress, _render, _screen
+from lox.loggers._console import _board, _logger, _notebook, _progress, _render, _screen
 from lox.loggers._console._board import Board, History
 from lox.loggers._run import Run
 
 pytest.importorskip("rich")
+from rich import cells
 from rich.console import Console
 
 
@@ -203,6 +210,343 @@ def test_small_pieces():
     assert _render.sparkline(list(range(100)), 8) == "▁▂▃▄▅▆▇█"
 
 
+def crowded(runs):
+    """Make a board with long names of everything, and long numbers."""
+    made = Board({"step": 10_000_000, "environment/interactions": 2_000_000_000}, now=0.0)
+    name = "{} lr=0.0001 optimizer=adamw-with-schedule"
+    objects = [Run(n, np.array([0, n], np.uint32), {}, name=name.format(n)) for n in range(runs)]
+    for run in objects:
+        made.add_run(run)
+    events = np.broadcast_to(np.arange(30), (runs, 30))
+    values = {
+        "lr": np.full((runs, 30), 1e-3),
+        "w": np.ones((runs, 30, 2, 3)),
+        "model/block_11/self_attention/query/gradient_norm_before_clipping": 1e-12 * events + np.arange(runs)[:, None],
+        "train/environment_interactions_of_all": 123_456_789 * events,
+        "train/loss": np.where(np.arange(runs)[:, None] == 1, np.nan, -1.2345e-100 * events),
+        "日本語/損失関数の値": 1.5 * events,
+    }
+    steps = {
+        "step": 100_000 * events,
+        "environment/interactions": 20_000_000 * events,
+        "epoch": events // 3,
+        "a_step_with_a_very_long_name_of_some_kind": events,
+    }
+    made.update(objects, [bundle(values, steps)], now=2.0)
+    return made.view(now=4000.0)
+
+
+@pytest.mark.parametrize("runs", [1, 8])
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_nothing_that_matters_is_cut_off(runs, width):
+    shown = text(_render.table(crowded(runs), width), width)
+    assert {cells.cell_len(line) for line in shown.splitlines()} == {min(width, 100)}
+    rows = {line.split()[1]: line for line in shown.splitlines() if len(line.split()) > 1}
+    for number in ("0.001", "3,580,246,881", "-3.58e-99", "43.5", "580,000,000", "2,900,000", "29"):
+        assert re.search(rf"(?<=\s){re.escape(number)}(?=\s)", shown), number
+    for end in ("_norm_before_clipping", "ment_interactions_of_all", "損失関数の値", "interactions", "some_kind"):
+        assert end + " " in shown, end
+    assert "block_11/self_attention/query " in shown and "w [2×3] " in shown
+    # Bars: share, count and time left.
+    assert re.search(r"29%  2,900,001/10,000,000  .*eta 2:43:13 ", rows["step"])
+    assert re.search(r"ractions .*29%  580,000,001/2,000,000,000  .*eta 2:43:13 ", shown)
+    if runs == 1:
+        assert re.search(r"╭─ run 0 lr=0.0001 \S+adamw-with-schedule ─", shown)
+        assert "▁▂▃▄▅▆▇█" in rows["損失関数の値"] or width > 60
+    else:
+        assert "╭─ 8 runs ─" in shown and "loss 1 of 8 not finite " in shown
+        assert ("± 2.291" in shown) and ("trend" in shown) == (width > 60)
+
+
+def test_a_key_or_a_step_of_any_length_leaves_room_for_numbers():
+    made = Board({"x" * 500: 10}, now=0.0)
+    run = Run(0, np.array([0, 1], np.uint32), {}, name="n" * 500)
+    made.add_run(run)
+    made.update([run], [bundle({"a/" * 300 + "y" * 500: np.full((1, 1), 1.5)}, {"x" * 500: np.zeros((1, 1))})], now=1.0)
+    assert (
+        text(_render.table(made.view(now=1.0), 50), 50)
+        == """\
+╭─ run nnnnnnnnnnnnnnnnnnnn…nnnnnnnnnnnnnnnnnnn ─╮
+│ …xxxxxxxxxxxxxxxxxxx 0                         │
+│                                 last  trend    │
+│ …a/a/a/a/a/a/a/a/a/a/a/a/a/a/a/a/a/a/a/a/a/a/a │
+│   …yyyyyyyyyyyyyyyyyyyyyyyyyyy   1.5  ▄        │
+│                                                │
+│ …xxxxxxxxxxxxxxxxxxx 10%  1/10  eta 0:09       │
+╰──────────────────────── 1 events  1.0/s  0:01 ─╯
+"""
+    )
+
+
+# --- before the first event ---
+
+COMPILING = """\
+╭─ 8 runs ─────────────────────────────────────────────────╮
+│ compiling ... 0:12                                       │
+│ 0 lr=0.1, 1 lr=0.1, 2 lr=0.1, 3 lr=0.1, and 4 more       │
+│                                                          │
+│ step ━━━━━━━━━━━━━━━━━━━━   0%  0/100  0.0it/s  eta -:-- │
+╰─────────────────────────────────────────────────── 0:13 ─╯
+"""
+
+
+def test_the_table_while_a_program_is_compiled(monkeypatch):
+    monkeypatch.setattr(_board._compat, "is_compiling", lambda thread: thread == 7)
+    made = Board({"step": 100}, now=0.0)
+    made.follow(7)
+    assert text(_render.table(made.view(now=1.0), 60), 60).splitlines()[1] == f"│ {'compiling ... 0:00':56} │"
+    for n in range(8):
+        made.add_run(Run(n, np.array([0, n], np.uint32), {}, name=f"{n} lr=0.1"))
+    assert text(_render.table(made.view(now=13.0), 60), 60) == COMPILING
+    made.follow(8)
+    shown = text(_render.table(made.view(now=13.0), 60), 60)
+    assert shown == COMPILING.replace("compiling ... 0:12", "waiting for events")
+    made.follow(7)  # something else is compiled: from here on
+    assert made.view(now=20.0).compiling == 0.0 and made.view(now=25.0).compiling == 5.0
+    made.update([Run(0, np.array([0, 0], np.uint32), {})], [bundle({"x": np.ones((1, 1))})], now=26.0)
+    assert text(_render.table(made.view(now=26.0), 60), 60).splitlines()[-1] == (
+        "╰────────────── compiling ... 0:06  1 events  0.1/s  0:26 ─╯"
+    )
+
+
+def test_jax_says_whether_it_compiles():
+    """While tracing, and while compiling, seen from another thread; but not while a program or its callback runs."""
+    here, seen = threading.get_ident(), []
+
+    def look(when):
+        with ThreadPoolExecutor(1) as pool:
+            seen.append((when, pool.submit(_compat.is_compiling, here).result()))
+
+    def f(x):
+        look("trace")
+        jax.debug.callback(lambda: look("run"))
+        return x + 1
+
+    look("before")
+    jax.jit(f)(1.0)
+    jax.effects_barrier()
+    jax.vmap(lambda x: (look("vmap"), x)[1])(jnp.arange(2.0))
+    look("after")
+    assert seen == [("before", False), ("trace", True), ("run", False), ("vmap", False), ("after", False)]
+
+
+@pytest.mark.slow
+def test_jax_says_that_it_compiles_until_the_program_runs():
+    here, ended, seen = threading.get_ident(), threading.Event(), collections.defaultdict(set)
+    phase = ["trace"]
+
+    def watch():
+        while not ended.wait(0.001):
+            seen[phase[0]].add(_compat.is_compiling(here))
+
+    def f(x):
+        for _ in range(100):
+            x = jnp.sin(x @ x)
+        phase[0] = "compile"
+        return x
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(watch)
+        compiled = jax.jit(f).lower(jnp.ones((4, 4))).compile()
+        phase[0] = "run"
+        for _ in range(1000):
+            compiled(jnp.ones((4, 4))).block_until_ready()
+        ended.set()
+    assert True in seen["trace"] and True in seen["compile"]
+
+
+def test_a_line_before_the_first_event(clock):
+    out = io.StringIO()
+    with ConsoleLogger(console=Console(file=out)) as logger:
+        state = logger.init(jax.random.key(42))
+        assert out.getvalue() == ""
+        clock.now = 1.0
+
+        @jax.jit
+        def run(state, x):
+            y = logger.tap(train, state)(x)
+            assert out.getvalue() == "0:01 run 42 | compiling ...\n"  # while it is traced
+            return logger.tap(train, state)(y)
+
+        run(state, 8.0)
+        logger.flush()
+        run(state, 8.0)
+    lines = out.getvalue().splitlines()
+    assert lines[-1].startswith("0:01 run 42 | step 4 | train/x ")
+    assert ["compiling" in line for line in lines] == [True] + [False] * (len(lines) - 1)  # once
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_line_before_runs_that_begin_inside(together, clock):
+    out = io.StringIO()
+    logger = ConsoleLogger(console=Console(file=out))
+    with lox.MultiLogger(logger) if together else logger as logger:
+
+        @jax.jit
+        @jax.vmap
+        def run(key):
+            clock.now += 1.0
+            state = logger.init(key)
+            assert out.getvalue() == "0:00 no runs yet | compiling ...\n"
+            return logger.spool(train, state)(8.0)
+
+        run(jax.random.split(jax.random.key(0), 2))
+    lines = out.getvalue().splitlines()
+    assert lines[-1] == "0:00 2 runs | step 4 | train/x 0.5 ± 0" and len(lines) == 2
+
+
+ONLY_TRACED = {
+    "make_jaxpr": lambda f, x: jax.make_jaxpr(f)(x),
+    "eval_shape": lambda f, x: jax.eval_shape(f, x),
+    "lower": lambda f, x: jax.jit(f).lower(x),
+    "an error": lambda f, x: jax.jit(lambda x: f(x) + jnp.zeros(3) @ jnp.zeros(4))(x),
+}
+
+
+@pytest.mark.parametrize("how", ONLY_TRACED)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_program_that_is_only_traced_leaves_nothing(how, terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=60)
+    logger = ConsoleLogger(console=console)
+    run = lambda key: logger.tap(train, logger.init(key))(8.0)  # noqa: E731
+    try:
+        with pytest.raises(TypeError, match="dot_general") if how == "an error" else contextlib.nullcontext():
+            ONLY_TRACED[how](run, jax.random.key(0))
+        assert "compiling ..." in console.file.getvalue()
+        wait_for(lambda: not _screen.screen_of(console)._parts)  # without `close`, or any other call
+        shown = console.file.getvalue()
+        assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") or not terminal
+        run(jax.random.key(0))  # and then it runs
+        logger.flush()
+        assert _screen.screen_of(console)._parts == [logger]
+    finally:
+        logger.close()
+    last = console.file.getvalue().splitlines()
+    assert last[-1] == "0:00 run 0 | step 4 | train/x 0.5" or (terminal and "╰─" in last[-1])
+
+
+def test_close_takes_away_what_was_only_traced(monkeypatch):
+    monkeypatch.setattr(_logger, "_PATIENCE", HANG)
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    with ConsoleLogger(console=console) as logger:
+        jax.make_jaxpr(lambda key: logger.tap(train, logger.init(key))(8.0))(jax.random.key(0))
+        assert _screen.screen_of(console)._parts == [logger]
+    shown = console.file.getvalue()
+    assert not _screen.screen_of(console)._parts and _screen.screen_of(console)._live is None
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0  # the cursor
+    assert shown.rfind("\x1b[2K") > shown.rfind("compiling ...") > 0  # the lines are erased
+
+
+def test_time_spent_compiling_is_no_progress(monkeypatch):
+    """It took a minute to compile, and since then a step per second."""
+    monkeypatch.setattr(_board._compat, "is_compiling", lambda thread: thread == 7)
+    made = Board({"step": 100}, now=0.0)
+    made.follow(7)
+    made.view(now=0.0)  # as when it is announced
+    assert made.view(now=60.0)[-2:] == (60.0, 0.0)
+    made.follow(8)
+    run = Run(0, np.array([0, 42], np.uint32), {})
+    made.add_run(run)
+    for n in range(10):
+        made.update([run], [bundle({"x": np.ones((1, 1))}, {"step": np.full((1, 1), n)})], now=60.0 + n)
+    view = made.view(now=70.0)
+    assert _render.line(view) == "1:10 run 42 | step 9/100 (10%, eta 1:30) | x 1"
+    assert "10/100  1.0it/s  eta 1:30" in text(_render.table(view, 72))
+
+
+def test_leaks_can_be_looked_for():
+    out = io.StringIO()
+    with ConsoleLogger(console=Console(file=out, force_terminal=True)) as logger, jax.checking_leaks():
+        jax.jit(lambda key: logger.tap(train, logger.init(key))(8.0))(jax.random.key(0))
+    assert "compiling" not in out.getvalue() and "run 0" in out.getvalue()
+
+
+def test_the_next_run_has_a_table_of_its_own():
+    out = io.StringIO()
+    with ConsoleLogger(console=Console(file=out)) as logger:
+        for n in range(2):
+            state = logger.init(jax.random.key(n))
+            logger.log(state, {"x": n})
+            logger.close(state)
+    assert out.getvalue().splitlines() == ["0:00 run 0 | x 0", "0:00 run 1 | x 1"]
+
+
+def test_a_run_that_ends_does_not_end_the_display_of_others():
+    console = Console(file=io.StringIO(), width=60)
+    with ConsoleLogger(console=console) as logger:
+        first, second = (logger.init(jax.random.key(n)) for n in range(2))
+        logger.close(first)
+        assert _screen.screen_of(console)._parts == [logger]
+        logger.close(second)
+        assert not _screen.screen_of(console)._parts
+
+
+# --- in a notebook ---
+
+CELL = """
+import jax, jax.numpy as jnp, lox, time
+def train(x):
+    def step(x, i):
+        jax.debug.callback(lambda: time.sleep(0.01))
+        lox.log({"train/x": x}, step=i)
+        return x / 2, None
+    return jax.lax.scan(step, x, jnp.arange(50))[0]
+with lox.loggers.ConsoleLogger(progress={"step": 50}) as logger:
+    jax.jit(lambda key: logger.tap(train, logger.init(key))(8.0))(jax.random.key(42))
+slow = lambda c, _: (c + 1, jax.debug.callback(lambda: time.sleep(0.01)))
+inner = lox.progress(30, name="inner")
+lox.progress(3, name="outer").scan(lambda c, _: (inner.scan(slow, c)[0], None), 0)
+jax.effects_barrier()
+jax.make_jaxpr(lambda key: lox.loggers.ConsoleLogger().init(key))(jax.random.key(0))
+time.sleep(2)
+"""
+
+
+@pytest.mark.slow
+def test_a_notebook(tmp_path):
+    """In a real kernel: one output for the table and one for bars, each updated in place, and no warning."""
+    manager = pytest.importorskip("jupyter_client.manager")
+    pytest.importorskip("ipykernel")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the client
+        kernel, client = manager.start_new_kernel(startup_timeout=HANG, kernel_name="python3", env={**os.environ})
+        messages = []
+        try:
+            reply = client.execute_interactive(CELL, output_hook=messages.append, timeout=HANG)
+        finally:
+            client.stop_channels()
+            kernel.shutdown_kernel(now=True)
+    assert reply["content"]["status"] == "ok", reply["content"]
+    outputs, counts = {}, collections.Counter()
+    for message in messages:
+        kind, content = message["msg_type"], message["content"]
+        assert kind in ("status", "execute_input", "display_data", "update_display_data"), content  # such as a stream
+        if "data" in content:
+            name = content["transient"]["display_id"]
+            assert (kind == "update_display_data") == (name in outputs)  # in place
+            outputs.setdefault(name, []).append(content["data"])
+            counts[name] += 1
+    table, bars, traced = outputs.values()
+    assert all(count > 2 for count in list(counts.values())[:2])
+    assert "no runs yet" in table[0]["text/plain"] and "compiling ... 0:00" in table[0]["text/plain"]
+    lines = table[-1]["text/plain"].splitlines()
+    assert lines[0].startswith("╭─ run 42 ─") and re.search(r"100%  50/50  .*done", lines[-2])
+    assert re.fullmatch(r"outer ━+ 100%  3/3  \S+it/s  done\n", bars[-1]["text/plain"])
+    assert any("inner" in data["text/plain"] for data in bars)
+    assert "compiling ..." in traced[0]["text/plain"] and traced[-1] == {"text/plain": "", "text/html": ""}
+    html = table[-1]["text/html"]
+    assert html.startswith("<pre style=") and html.count("<span") == html.count("</span>") and "script" not in html
+
+
+def test_names_are_text_in_a_notebook():
+    made = Board(now=0.0)
+    run = Run(0, np.array([0, 1], np.uint32), {}, name="<script>alert(1)</script>")
+    made.add_run(run)
+    made.update([run], [bundle({"<img src=x onerror=alert(1)>": np.ones((1, 1))})], now=1.0)
+    html = _notebook._as_html([_render.table(made.view(now=1.0), 80)], 80)["text/html"]
+    assert "&lt;script&gt;alert(1)" in html and "<script" not in html and "<img" not in html
+
+
 # --- not on a terminal ---
 
 
@@ -247,7 +591,8 @@ def test_lines_are_rare():
         states = jax.vmap(logger.init)(jax.random.split(jax.random.key(0), 3))
         jax.jit(jax.vmap(lambda s, x: logger.tap(lambda x: train(x, 500), s)(x)))(states, jnp.arange(3.0))
     lines = out.getvalue().splitlines()
-    assert len(lines) <= 2  # the first, and the last
+    assert len(lines) <= 3  # before the first event, the first, and the last
+    assert lines[0] == "0:00 3 runs | compiling ..."
     assert lines[-1].startswith("0:00 3 runs | step 499 | train/x ")
 
 
@@ -304,10 +649,12 @@ def train(x):
         return 0.9 * x, None
     return jax.lax.scan(step, x, jnp.arange(60))[0]
 logger = lox.loggers.ConsoleLogger(progress={"step": 60})
-state = logger.init(jax.random.key(42))
 print("<ready>", flush=True)
+def run(x, state=None):
+    return logger.tap(train, logger.init(jax.random.key(42)) if state is None else state)(x)
+state = None if mode == "inside" else logger.init(jax.random.key(42))
 try:
-    jax.jit(lambda s, x: logger.tap(train, s)(x))(state, 1.0).block_until_ready()
+    jax.jit(run)(1.0, state).block_until_ready()
 except BaseException as error:
     if mode != "interrupt":
         raise
@@ -346,17 +693,19 @@ def on_a_terminal(tmp_path, mode, interrupt=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["plain", "raise", "interrupt"])
+@pytest.mark.parametrize("mode", ["plain", "inside", "raise", "interrupt"])
 def test_a_terminal_is_left_as_it_was(tmp_path, mode):
     code, shown = on_a_terminal(tmp_path, mode, interrupt=mode == "interrupt")
-    assert code == {"plain": 0, "raise": 1, "interrupt": 3}[mode], shown
+    assert code == {"plain": 0, "inside": 0, "raise": 1, "interrupt": 3}[mode], shown
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0  # the cursor is back
+    assert 0 < shown.find("compiling ... 0:00") < shown.find("<printed 0>")
+    assert ("no runs yet" in shown) == (mode == "inside")
     for printed in ("<ready>", "<printed 0>", "<printed 20>"):
         assert shown.count(printed) == 1  # whole, and once: never a part of the table
     assert ("boom" in shown) == (mode == "raise")
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     last = plain[plain.rfind("╭─ run 42") :]
-    assert ("60/60" in last) == (mode == "plain")
+    assert ("60/60" in last) == (mode in ("plain", "inside"))
     assert last.count("╰") == 1 and "│" not in last[last.rfind("╯") :]  # a GPU's runtime may say something at the end
 
 

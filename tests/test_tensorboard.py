@@ -524,7 +524,7 @@ def test_aggregate(tmp_path, how, options, jit):
     expected = {"loss": mean, "loss/std": std, "loss/ci95_low": mean - margin, "loss/ci95_high": mean + margin}
     for tag, numbers in (expected | {"pair/1": -mean, "pair/1/std": std}).items():
         assert [step for step, _ in scalars(actual, tag)] == [0, 1, 2], tag
-        np.testing.assert_allclose([x for _, x in scalars(actual, tag)], numbers, rtol=2e-4)
+        np.testing.assert_allclose([x for _, x in scalars(actual, tag)], numbers, rtol=1e-6)
     # Only the lanes that logged: one at the first step, then two.
     assert scalars(actual, "big") == [(0, 5.0), (1, 3.5), (2, 4.0)]
     assert [step for step, _ in scalars(actual, "big/std")] == [1, 2]

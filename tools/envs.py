@@ -1,6 +1,8 @@
 """Run lox in virtual environments that create themselves: the demo, the checks, the test matrix.
 
     python tools/envs.py run examples/demo.py       any script or -m module, on the newest JAX
+    python tools/envs.py demo                       examples/demo.py, in a small environment of its own
+    python tools/envs.py ui                         what it has saved, in a browser
     python tools/envs.py lint                       ruff and pyright
     python tools/envs.py quick -k scan              the fast tests on the newest JAX, of the source tree
     python tools/envs.py dist                       the release: built, installed elsewhere, tried out
@@ -17,16 +19,19 @@ Standard library only: this file is what makes the environments, so it has none 
 """
 
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,7 +187,49 @@ def run(*command: str | Path, **environment: str) -> int:
 
 
 def pip_install(python: Path, *arguments: str) -> None:
-    subprocess.run([python, "-m", "pip", "install", "-qq", *arguments], cwd=ROOT, check=True)
+    """Install, and say what pip does meanwhile: on a terminal in one line that changes, else in a line now and then."""
+    command = [python, "-m", "pip", "install", "--progress-bar=off", "--disable-pip-version-check", *arguments]
+    start, shown, doing = time.monotonic(), time.monotonic(), "looking for packages"
+    is_terminal = sys.stderr.isatty()
+    pip = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert pip.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read(output: IO[str]) -> None:
+        for line in output:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, args=[pip.stdout], daemon=True).start()
+    said: list[str] = []
+    try:
+        while True:
+            try:
+                line = lines.get(timeout=1.0)
+            except queue.Empty:
+                line = ""
+            if line is None:
+                break
+            said += [line] if line else []
+            # "Downloading https://.../jaxlib-0.12.0-cp313.whl (95.1 MB)": the name and the size.
+            if match := re.match(r"\s*(Collecting|Downloading|Installing|Building|Processing)\b(.*)", line):
+                doing = f"{match[1].lower()} {re.sub(r'[^ ]*/', '', match[2]).strip()}"[:100]
+            now = time.monotonic()
+            if is_terminal:
+                text = f"  {now - start:4.0f} s  {doing}"[: shutil.get_terminal_size().columns - 1]
+                print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            elif now - shown > 5:
+                print(f"  {now - start:4.0f} s  {doing}", file=sys.stderr, flush=True)
+                shown = now
+    finally:
+        if is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if sys.exc_info()[0] is not None:  # Ctrl-C
+            pip.kill()
+        code = pip.wait()
+    if code:
+        sys.stderr.write("".join(said))  # why
+        raise subprocess.CalledProcessError(code, command)
 
 
 def ready(cell: Cell, base: Python, install: bool = True) -> Path:
@@ -200,11 +247,13 @@ def ready(cell: Cell, base: Python, install: bool = True) -> Path:
 
     wanted = "\n".join([base.version, *requirements, text])
     if not (python.exists() and stamp.exists() and stamp.read_text() == wanted):
-        print(f"creating .venv/{cell.name}: Python {base.version}, {cell.jax}", flush=True)
+        start = time.monotonic()
+        print(f"creating .venv/{cell.name}: Python {base.version}, {cell.jax} (once, until it changes)", flush=True)
         shutil.rmtree(home, ignore_errors=True)
         subprocess.run([base.path, "-m", "venv", home], check=True)
         pip_install(python, *requirements)
         stamp.write_text(wanted)
+        print(f"created .venv/{cell.name} in {time.monotonic() - start:.0f} s", flush=True)
     if install:  # the build requirements are already there, so that this needs no network
         pip_install(python, "--no-deps", "--no-build-isolation", ".")
     return python
@@ -332,16 +381,24 @@ def dist() -> int:
     return code
 
 
+def in_default(name: str, extras: tuple[str, ...], *command: str) -> int:
+    """Run Python with these arguments, on the newest JAX that the interpreter at hand allows, whatever that is."""
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    cell = Cell(name, (minor,), "jax", extras)
+    base = find_python(cell)
+    if base is None:
+        sys.exit(f"{sys.executable} cannot make environments: install its venv module")
+    return run(ready(cell, base), *command)
+
+
 def main() -> int:
     match sys.argv[1:]:
         case ["run", *command] if command:
-            # The newest JAX that the interpreter at hand allows, whatever that is.
-            minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-            cell = Cell("default", (minor,), "jax")
-            base = find_python(cell)
-            if base is None:
-                sys.exit(f"{sys.executable} cannot make environments: install its venv module")
-            return run(ready(cell, base), *command)
+            return in_default("default", ("test",), *command)
+        case ["demo", *arguments]:  # without all that the tests need, so that it begins sooner
+            return in_default("demo", ("ui",), "examples/demo.py", *arguments)
+        case ["ui", *arguments]:
+            return in_default("demo", ("ui",), "-P", "-m", "lox", "ui", "lox-demo", *arguments)
         case ["lint"]:
             return int(lint(ready(NEWEST, newest())).failed > 0)
         case ["quick", *arguments]:
@@ -358,5 +415,7 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
     except subprocess.CalledProcessError as error:  # venv or pip, which have said why
         sys.exit(f"the environment could not be made: {error}")

@@ -172,8 +172,8 @@ class BandKind(StrEnum):
 class Better(StrEnum):
     """Which scores are better."""
 
-    higher = "higher"
-    lower = "lower"
+    HIGHER = "higher"
+    LOWER = "lower"
 
 
 class Damaged(StrEnum):
@@ -297,7 +297,7 @@ def compare(
     at: Annotated[
         str, typer.Option(metavar="WHICH", help="The score of a run: last, best, mean, or its value at a step.")
     ] = "last",
-    better: Annotated[Better, typer.Option(help="Which scores are better.")] = Better.higher,
+    better: Annotated[Better, typer.Option(help="Which scores are better.")] = Better.HIGHER,
     strata: Annotated[
         list[str] | None,
         typer.Option(

@@ -42,7 +42,6 @@ def of_leaf(leaf: Leaf) -> Summary:
     finite = numbers[np.isfinite(numbers)]
     over_lanes = _means(numbers, 0)
     last = [lane[v][-1] for lane, v in zip(numbers, valid, strict=True) if v.any()]
-    parts = np.array_split(over_lanes, min(_POINTS, max(1, len(over_lanes))))
     return Summary(
         leaf.name,
         kind,
@@ -52,7 +51,7 @@ def of_leaf(leaf: Leaf) -> Summary:
         float(finite.max()) if len(finite) else math.nan,
         0 if is_picture else int((valid & ~np.isfinite(numbers)).any(0).sum()),
         leaf.values.dtype.kind in "biu" and not leaf.shape and len(leaf.values) == 1,
-        np.array([_means(part, 0) for part in parts]) if len(over_lanes) else np.zeros(0),
+        _parts(over_lanes),
     )
 
 
@@ -72,6 +71,17 @@ def _means(x: np.ndarray, axis: int) -> np.ndarray:
     count = finite.sum(axis)
     with np.errstate(all="ignore"):
         return np.where(count > 0, np.where(finite, x, 0).sum(axis) / np.maximum(count, 1), np.nan)
+
+
+def _parts(x: np.ndarray) -> np.ndarray:
+    """Return the means of so many parts of a curve, as far as it has so many points."""
+    starts = np.arange(min(_POINTS, len(x))) * len(x) // _POINTS if len(x) > _POINTS else np.arange(len(x))
+    if not len(x):
+        return x
+    finite = np.isfinite(x)
+    count = np.add.reduceat(finite.astype(np.float64), starts)
+    total = np.add.reduceat(np.where(finite, x, 0.0), starts)
+    return np.divide(total, count, out=np.full(len(starts), np.nan), where=count > 0)
 
 
 def summaries(reader: Reader, names: Sequence[str], patterns: Sequence[str]) -> dict[str, list[Summary]]:

@@ -64,16 +64,29 @@ def follow(
         is_last = ends(_wanted(reader, names, where))  # before the look, so that nothing after it is missed
         logs = _poll(reader, select)
         wanted = set(_wanted(reader, names, where))
-        events = [event for name, of_run in logs.items() if name in wanted for event in _events(name, of_run)]
+        logs = {name: of_run for name, of_run in logs.items() if name in wanted}
+        if first:
+            logs = _last(logs, backlog)
+        events = [event for name, of_run in logs.items() for event in _events(name, of_run)]
         events.sort(key=lambda event: event.wall)
         if first:
-            events = events[len(events) - backlog :] if backlog < len(events) else events
+            events = events[max(0, len(events) - backlog) :]
         first = False
         if events:
             yield events
         if is_last:
             return
         time.sleep(interval)
+
+
+def _last(logs: dict[str, logdict], backlog: int) -> dict[str, logdict]:
+    """Return what the last events must be among: of those runs that logged last, as many, the last of each key."""
+    if not backlog:
+        return {}
+    walls = {name: [x[-1] for x in of_run.steps.get(_WALL, {}).values() if len(x)] for name, of_run in logs.items()}
+    by_time = sorted(logs, key=lambda name: max(walls[name], default=0.0))  # stable, as the order of events is
+    chosen = set(by_time[-backlog:])
+    return {name: of_run.slice[-backlog:] for name, of_run in logs.items() if name in chosen}
 
 
 def _poll(reader: Reader, select: list[str] | None) -> dict[str, logdict]:
@@ -109,7 +122,7 @@ def _go_to_the_end(reader: Reader, backlog: int) -> None:
             while batches and rows < backlog:
                 batches -= 1
                 rows += segment.rows[batches]
-            reader._polled[group.id, segment.file.name] = _Polled(batches, -math.inf)
+            reader._cursor._polled[group.id, segment.file.name] = _Polled(batches, -math.inf)
 
 
 def _events(name: str, logs: logdict) -> Iterator[Event]:

@@ -46,6 +46,23 @@ def in_python_loop(outermost: Any) -> bool:
     return any(frame.f_code in _LOOPS for frame in inside)
 
 
+def is_looking_for_leaks() -> bool:
+    """Whether JAX checks that nothing holds a tracer when its trace has ended (`jax.checking_leaks`)."""
+    return jax.config.jax_check_tracer_leaks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# What runs while a function is traced, lowered and compiled, and not while the program runs.
+_COMPILING = {"jax._src.interpreters.partial_eval", "jax._src.interpreters.mlir", "jax._src.compiler"}
+
+
+def is_compiling(thread: int) -> bool:
+    """Whether JAX is tracing or compiling something on a thread, also if another one asks.
+
+    It must not be asked from another one while JAX looks for tracers that have leaked: for a moment, it holds frames.
+    """
+    return any(frame.f_globals.get("__name__") in _COMPILING for frame in stack(sys._current_frames().get(thread)))
+
+
 def stack(frame: FrameType | None) -> Iterator[FrameType]:
     """A frame and those that have called it."""
     while frame is not None:

@@ -138,6 +138,9 @@ class Logger:
         Returns the seconds after which to call it again if no event has come until then, or None.
         """
 
+    def _entered(self) -> None:
+        """Take note that a program uses the logger: it is being traced, or runs outside of `jit`."""
+
     # --- for programs ---
 
     def init(self, key: Any, config: Mapping[str, Any] | None = None, name: str | None = None) -> LoggerState:
@@ -204,6 +207,7 @@ class Logger:
     def _begin(
         self, words: Any, impl: str | None, config: Any, name: str | None, step: str | None = None, number: Any = None
     ) -> LoggerState:
+        self._entered()
         tree, arrays = ConfigTree.of(config)
         if name is not None:  # errors now, and not when the program runs
             names.render(name, tree.rebuild([np.ones(x.shape, x.dtype) for x in arrays]), "", 0)
@@ -222,6 +226,7 @@ class Logger:
             **steps: Steps of these events: one number for all, or one for each event.
         """
         run = self._run_of(state, "log")
+        self._entered()
         bundles = as_bundles(logs, steps)
         prefix = _call.prefix_option(prefix)
         if bundles:
@@ -254,6 +259,7 @@ class Logger:
         @functools.wraps(fun)
         def spooled(*args: P.args, **kwargs: P.kwargs) -> R:
             self._pipeline.require_open("spool")
+            self._entered()
             if _compat.is_evaluating() and _compat.is_on_several_devices((args, kwargs)):
                 # From here, each process takes its own parts; a host call inside of the program would gather them.
                 out, logs = _spool(fun, **options)(*args, **kwargs)
@@ -294,6 +300,7 @@ class Logger:
         @functools.wraps(fun)
         def tapped(*args: P.args, **kwargs: P.kwargs) -> R:
             self._pipeline.require_open("tap")
+            self._entered()
             return stream(fun, args, kwargs, self._pipeline.connection(), run=run)
 
         return tapped

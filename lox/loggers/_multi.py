@@ -35,6 +35,10 @@ class MultiLogger(Logger):
     def _make_pipeline(self) -> Pipeline:
         return _FanOut(self)
 
+    def _entered(self) -> None:
+        for logger in self.loggers:
+            logger._entered()
+
 
 class _FanOut(Pipeline):
     """Hands everything on at once to the pipelines of other loggers, without a queue of its own."""

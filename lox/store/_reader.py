@@ -70,9 +70,7 @@ class Runs(Mapping[str, logdict]):
     @property
     def logged(self) -> list[str]:
         """The keys that any of the runs has logged; no event is read for it."""
-        names = list(self._names)
-        self._reader._whole(names, lambda: [group.scan() for group in self._reader._groups_of(names)])
-        keys = self._reader._known_keys(names)
+        keys = self._reader.keys(self._names)
         return keys if self._argnames is None else [key for key in keys if self._select(key)]
 
     def only(self, argnames: str | Iterable[str] | None = None, names: Iterable[str] | None = None) -> "Runs":
@@ -294,6 +292,12 @@ class Reader:
                 known = tuple(dict.fromkeys([*old.steps, *steps])) if old.steps != steps else steps
                 found[key.name] = KeyInfo(known, old.structure, old.rows + count)
         return found
+
+    def keys(self, names: Iterable[str] | None = None) -> list[str]:
+        """Return the keys of the runs found so far, or of those with these names, without reading any event."""
+        names = list(self._catalog.records if names is None else names)
+        self._whole(names, lambda: [group.scan() for group in self._groups_of(names)])
+        return self._known_keys(names)
 
     def skipped(self) -> dict[str, int]:
         """Return the files that end with bytes that cannot be read, or not yet, and the number of these bytes."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lox import _compat
 from lox._data._bundle import Bundle
 from lox._data._histogram import Histogram
 from lox._data._image import Image
@@ -86,6 +87,8 @@ class BoardView(NamedTuple):
     events: int
     rate: float
     elapsed: float
+    compiling: float | None  # for how many seconds, if the program is being compiled
+    running: float  # the time without what was spent compiling
 
 
 class Board:
@@ -100,6 +103,9 @@ class Board:
         self._steps: dict[str, dict[int, float]] = {}
         self._events = 0
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
+        self._caller: int | None = None  # the thread that runs the program
+        self._compiling_since: float | None = None
+        self._compiled = 0.0  # seconds spent so far
         self._lock = threading.Lock()
 
     def add_run(self, run: Run) -> None:
@@ -109,10 +115,37 @@ class Board:
             if run.resumed is not None:
                 self._resumed.append(run.resumed)
 
+    @property
+    def events(self) -> int:
+        """How many events there were."""
+        return self._events
+
+    def follow(self, thread: int | None) -> None:
+        """Say from now on whether JAX is compiling something on this thread."""
+        with self._lock:
+            self._caller = thread
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether JAX is compiling something for the program."""
+        return self._caller is not None and _compat.is_compiling(self._caller)
+
+    def _look(self, now: float) -> float:
+        """Note whether something is being compiled, and return for how long it has been."""
+        since = now if self._compiling_since is None else self._compiling_since
+        if self.is_compiling:
+            self._compiling_since = since
+        else:
+            self._compiled += now - since
+            self._compiling_since = None
+        return now - since
+
     def update(self, runs: list[Run], bundles: list[Bundle], now: float | None = None) -> None:
         """Take events of several runs: `(run, event, ...)`."""
         with self._lock:
             before, now = self._events, time.monotonic() if now is None else now
+            if self._compiling_since is not None:  # where there is no display, nobody else looks
+                self._look(now)
             ids = [run.id for run in runs]
             for key, bundle, values in leaves([*map(words_only, bundles)]):
                 valid = self._update_key(ids, key, _in_numbers(values), bundle.valid and bundle.valid.tree)
@@ -147,6 +180,7 @@ class Board:
         """Return what to show now."""
         with self._lock:
             now = time.monotonic() if now is None else now
+            compiling = self._look(now)
             recent = [(t, n) for t, n in self._recent if t >= now - _WINDOW]
             span = now - max(self._started, now - _WINDOW)
             steps = {name: float(np.mean(list(last.values()))) for name, last in self._steps.items() if last}
@@ -164,6 +198,8 @@ class Board:
                 events=self._events,
                 rate=sum(n for _, n in recent) / span if span > 0.05 else 0.0,
                 elapsed=now - self._started,
+                compiling=None if self._compiling_since is None else compiling,
+                running=now - self._started - self._compiled - (self._compiling_since is not None) * compiling,
             )
 
     def _first(self, name: str) -> float:

@@ -13,6 +13,7 @@ from lox.loggers._console._board import BoardView, KeyView
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _TREND = 20  # columns
+_LEAST_BAR, _LEAST_KEY = 6, 12
 
 
 def number(x: float, is_integer: bool = False) -> str:
@@ -66,17 +67,38 @@ def remaining(done: float, total: float, elapsed: float, first: float = 0.0) -> 
     return f"eta {duration(elapsed * (total - done) / new)}" if new > 0 and elapsed > 0 else "eta -:--"
 
 
-def title(view: BoardView) -> str:
+def title(view: BoardView, width: int | None = None) -> str:
     """Name the run, or count the runs."""
-    resumed = f", resumed at {_short(view.resumed[0])}" if len(view.resumed) == 1 else ", resumed" * bool(view.resumed)
+    resumed = f", resumed at {_end(view.resumed[0])}" if len(view.resumed) == 1 else ", resumed" * bool(view.resumed)
     if len(view.runs) == 1:
-        return f"run {_short(view.runs[0])}{resumed}"
-    return f"{len(view.runs)} runs{resumed}" if view.runs else "no runs"
+        return f"run {_short(view.runs[0], 40 if width is None else max(8, width - 4 - len(resumed)))}{resumed}"
+    return f"{len(view.runs)} runs{resumed}" if view.runs else "no runs yet"
 
 
 def _short(name: str, width: int = 40) -> str:
+    """Cut a name in the middle."""
     name = _errors.printable(name)
-    return name if len(name) <= width else name[: width // 2] + "…" + name[-(width // 2 - 1) :]
+    return name if _width(name) <= width else _cut(name, width // 2) + "…" + _end(name, width - width // 2)[1:]
+
+
+def _end(name: str, width: int = 40) -> str:
+    """Cut a key at its beginning: what tells keys apart is mostly at their end."""
+    name = _errors.printable(name)
+    return name if _width(name) <= width else "…" + _cut(name[::-1], width - 1)[::-1]
+
+
+def _width(text: str) -> int:
+    """How many columns a text takes: some characters take two, some none."""
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _cut(text: str, width: int) -> str:
+    text = text[: 4 * width]  # long texts would take long
+    while _width(text) > width:
+        text = text[:-1]
+    return text
 
 
 def sections(keys: tuple[KeyView, ...]) -> dict[str, list[KeyView]]:
@@ -92,15 +114,17 @@ def line(view: BoardView, many: int = 8) -> str:
     parts = [f"{duration(view.elapsed)} {title(view)}"]
     progress = {name: rest for name, *rest in view.progress}
     for name, value in view.steps:
-        text = f"{_short(name)} {number(value, True)}"
+        text = f"{_end(name)} {number(value, True)}"
         if name in progress:
             done, total, first = progress[name]
-            text += f"/{number(total, True)} ({done / total:.0%}, {remaining(done, total, view.elapsed, first)})"
+            text += f"/{number(total, True)} ({done / total:.0%}, {remaining(done, total, view.running, first)})"
         parts.append(text)
     for key in view.keys[:many]:
         spread = f" ± {number(key.std)}" if key.runs > 1 and math.isfinite(key.mean) else ""
         spread += f" ({key.bad} of {key.runs} not finite)" if key.bad and key.runs > 1 else ""
-        parts.append(f"{_short(key.key)} {number(key.mean, key.is_integer)}{spread}")
+        parts.append(f"{_end(key.key)} {number(key.mean, key.is_integer)}{spread}")
+    if view.compiling is not None and not view.keys:
+        parts.append("compiling ...")
     if len(view.keys) > many:
         parts.append(f"and {len(view.keys) - many} more")
     return " | ".join(parts)
@@ -121,20 +145,28 @@ def bar(done: float, total: float, width: int) -> Any:
 
 
 def bar_row(name: str, done: float, total: float | None, elapsed: float, width: int, first: float = 0.0) -> Any:
-    """Draw a bar with its name, share, count, speed and the time left."""
+    """Draw a bar with its name, share, count, speed and the time left; the bar and the speed go where room is short."""
     from rich.text import Text
 
     speed = rate(max(done - first, 0.0) / elapsed, "it") if elapsed > 0 else ""
     text = Text(no_wrap=True, overflow="ellipsis")
-    text.append(f"{_short(name, 20)} ", style="bold")
     if total is None:
-        text.append(f"{number(done, True)}  {speed}  {duration(elapsed)}", style="default")
-        return text
-    count = f"{number(done, True)}/{number(total, True)}"
-    tail = f" {done / total if total else 1.0:4.0%}  {count}  {speed}  {remaining(done, total, elapsed, first)}"
-    text.append_text(bar(done, total, max(10, min(40, width - len(text) - len(tail)))))
-    text.append(tail[:5], style="bold")
-    text.append(tail[5:], style="bright_black")
+        tail = f"{number(done, True)}  {speed}  {duration(elapsed)}"
+        text.append(f"{_end(name, max(4, min(20, width - len(tail) - 1)))} ", style="bold")
+        return text.append(tail, style="default")
+    share = f" {done / total if total else 1.0:4.0%}"
+    count, left = f"{number(done, True)}/{number(total, True)}", remaining(done, total, elapsed, first)
+    label = _end(name, 20)
+    tail = f"  {count}  {speed}  {left}"
+    if _width(label) + 1 + len(share) + len(tail) + _LEAST_BAR > width:
+        tail = f"  {count}  {left}" if 4 + len(share) + len(count) + len(left) + 5 <= width else f"  {left}"
+    label = _end(name, max(4, min(20, width - 1 - len(share) - len(tail))))
+    room = width - _width(label) - 1 - len(share) - len(tail)
+    text.append(f"{label} ", style="bold")
+    if room >= _LEAST_BAR:
+        text.append_text(bar(done, total, min(40, room)))
+    text.append(share if room >= _LEAST_BAR else share.strip(), style="bold")
+    text.append(tail, style="bright_black")
     return text
 
 
@@ -144,24 +176,27 @@ def table(view: BoardView, width: int = 100, height: int | None = None) -> Any:
     from rich.panel import Panel
     from rich.text import Text
 
-    grid, hidden = _grid(view, width, height)
-    head = Text(no_wrap=True, overflow="ellipsis")
-    for name, value in view.steps:
-        head.append(f"{_short(name, 20)} ", style="bright_black")
-        head.append(f"{number(value, True)}   ", style="bold")
-    parts: list[Any] = [head] if view.steps else []
-    parts += [grid] if view.keys else [Text("waiting for events", style="bright_black italic")]
-    if hidden:
-        parts.append(Text(f"and {hidden} more keys", style="bright_black italic"))
+    inner = min(width, 100) - 4
+    head = _head(view, inner)
+    parts: list[Any] = [*head]
+    if view.keys:
+        room = math.inf if height is None else height - 4 - len(head) - 2 * bool(view.progress) - len(view.progress)
+        rows, hidden = _rows(view, inner, max(3, room))
+        parts += rows
+        if hidden:
+            parts.append(Text(f"and {hidden} more keys", style="bright_black italic"))
+    else:
+        parts += _waiting(view, inner)
     if view.progress:
         parts.append(Text())
-    parts += [bar_row(name, done, total, view.elapsed, width - 4, first) for name, done, total, first in view.progress]
-    speed = f"{view.events:,} events  {rate(view.rate)}  {duration(view.elapsed)}"
+    parts += [bar_row(name, done, total, view.running, inner, first) for name, done, total, first in view.progress]
+    below = [f"compiling ... {duration(view.compiling)}"] if view.compiling is not None and view.keys else []
+    below += [f"{view.events:,} events", rate(view.rate)] if view.events else []
     return Panel(
         Group(*parts),
-        title=Text(title(view), style="bold"),
+        title=Text(title(view, inner - 2), style="bold"),
         title_align="left",
-        subtitle=Text(speed, style="bright_black"),
+        subtitle=Text("  ".join([*below, duration(view.elapsed)]), style="bright_black"),
         subtitle_align="right",
         border_style="bright_black",
         padding=(0, 1),
@@ -169,51 +204,109 @@ def table(view: BoardView, width: int = 100, height: int | None = None) -> Any:
     )
 
 
-def _grid(view: BoardView, width: int, height: int | None) -> tuple[Any, int]:
-    from rich.table import Table
+def _head(view: BoardView, width: int) -> list[Any]:
+    """Show the steps, in as many lines as they need."""
+    from rich.text import Text
+
+    lines: list[Any] = []
+    for name, value in view.steps:
+        step = number(value, True)
+        label = _end(name, max(4, min(20, width - len(step) - 1)))
+        if not lines or _width(lines[-1].plain) + _width(label) + 1 + len(step) > width:
+            lines.append(Text(no_wrap=True))
+        lines[-1].append(f"{label} ", style="bright_black").append(f"{step}", style="bold").append("   ")
+    return lines
+
+
+def _waiting(view: BoardView, width: int) -> list[Any]:
+    """Say what is to come, before there is any event; and which runs there are."""
+    from rich.text import Text
+
+    if view.compiling is not None:
+        parts = [Text(f"compiling ... {duration(view.compiling)}", style="bright_black italic")]
+    else:
+        parts = [Text("waiting for events", style="bright_black italic")]
+    if len(view.runs) > 1:
+        more = f", and {len(view.runs):,} more"
+        shown: list[str] = []
+        for name in [_short(name) for name in view.runs[:100]]:
+            if sum(_width(x) + 2 for x in [*shown, name]) + len(more) > width:
+                break
+            shown.append(name)
+        rest = len(view.runs) - len(shown)
+        parts.append(Text(", ".join(shown) + (f", and {rest:,} more" if rest and shown else ""), style="bright_black"))
+    return parts
+
+
+def _rows(view: BoardView, width: int, room: float) -> tuple[list[Any], int]:
+    """Draw a line for every key and every section; return them, and how many keys did not fit."""
     from rich.text import Text
 
     several = any(key.runs > 1 for key in view.keys)
-    grid = Table(box=None, expand=True, padding=(0, 1), pad_edge=False, header_style="bright_black", show_edge=False)
-    grid.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
-    grid.add_column("mean" if several else "last", justify="right", no_wrap=True)
-    if several:
-        grid.add_column("± std", justify="left", no_wrap=True)
-        if width >= 80:
-            grid.add_column("min", justify="right", no_wrap=True)
-            grid.add_column("max", justify="right", no_wrap=True)
-    grid.add_column("trend", no_wrap=True, min_width=_TREND if width >= 60 else 8)
-    room = math.inf if height is None else max(3, height - 5 - 2 * bool(view.progress) - len(view.progress))
-    hidden = 0
-    for name, keys in sections(view.keys).items():
+    cells = {key.key: _numbers(key, several) for key in view.keys}
+    groups = sections(view.keys)
+    labels = {key.key: _label(key, bool(name)) for name, keys in groups.items() for key in keys}
+    header = ["mean", "± std", "min", "max"] if several else ["last"]
+    widths = [max(map(len, column)) for column in zip(header, *cells.values(), strict=True)]
+    wanted = max(sum(map(_width, label)) for label in labels.values())
+    used, trend, first = _layout(widths, min(wanted, max(24, width // 2)), width)
+
+    def line(label: Any, numbers: list[str], styles: list[str], history: Any) -> Any:
+        label.truncate(first, pad=True)
+        for n, (cell, style) in enumerate(zip(numbers[:used], styles, strict=False)):
+            cell = cell.ljust(widths[n]) if several and n == 1 else cell.rjust(widths[n])
+            label.append("  ").append(cell, style=style)
+        return label.append("  ").append_text(history) if trend else label
+
+    top = line(Text(no_wrap=True), header, ["bright_black"] * 4, Text("trend", style="bright_black"))
+    lines, hidden = [top], 0
+    for name, keys in groups.items():
         if room < 1 + bool(name):
             hidden += len(keys)
             continue
         if name:
-            grid.add_row(Text(_short(name), style="bold magenta"))
+            lines.append(Text(_end(name, width), style="bold magenta", no_wrap=True))
             room -= 1
         for key in keys:
             if room < 1:
                 hidden += 1
                 continue
             room -= 1
-            grid.add_row(*_cells(key, bool(name), several, width))
-    return grid, hidden
+            before, after, bad = labels[key.key]
+            label = Text(no_wrap=True)
+            indent = "  " * bool(name)
+            label.append(indent + _end(before[len(indent) :], max(4, first - _width(indent + after + bad))))
+            label.append(after, style="bright_black").append(bad, style="red")
+            good = "bold" if math.isfinite(key.mean) else "bold red"
+            history = Text(sparkline(key.history, max(trend, 1)), style="red" if key.bad else "cyan")
+            lines.append(line(label, cells[key.key], [good, "bright_black", "default", "default"], history))
+    return lines, hidden
 
 
-def _cells(key: KeyView, indented: bool, several: bool, width: int) -> list[Any]:
-    from rich.text import Text
+def _layout(widths: list[int], wanted: int, width: int) -> tuple[int, int, int]:
+    """Choose how many columns of numbers to show, and the widths of the trend and of the keys."""
+    few = min(len(widths), 2)
 
-    label = Text("  " * indented + _short(key.key.rpartition("/")[2] if indented else key.key))
-    if key.shape:
-        label.append(f" [{'×'.join(map(str, key.shape))}]", style="bright_black")
-    if key.bad and key.runs > 1:
-        label.append(f" {key.bad} of {key.runs} not finite", style="red")
-    good = math.isfinite(key.mean)
-    cells = [label, Text(number(key.mean, key.is_integer), style="bold" if good else "bold red")]
-    if several:
-        cells.append(Text(f"± {number(key.std)}" if key.runs > 1 and good else "", style="bright_black"))
-        if width >= 80:
-            cells += [Text(number(x, key.is_integer), style="default") for x in (key.low, key.high)]
-    cells.append(Text(sparkline(key.history, _TREND if width >= 60 else 8), style="red" if key.bad else "cyan"))
-    return cells
+    def rest(used: int, trend: int) -> int:
+        return width - sum(w + 2 for w in widths[:used]) - (trend + 2 if trend else 0)
+
+    for used, trend in itertools.product(sorted({len(widths), few}, reverse=True), (_TREND, 8)):
+        if rest(used, trend) >= wanted:
+            return used, trend, rest(used, trend)
+    used = few if rest(few, 0) >= _LEAST_KEY else 1
+    return used, 0, max(rest(used, 0), 4)
+
+
+def _label(key: KeyView, indented: bool) -> tuple[str, str, str]:
+    """Return a key, its shape, and how many runs have no number."""
+    name = "  " + _errors.printable(key.key.rpartition("/")[2]) if indented else _errors.printable(key.key)
+    shape = f" [{'×'.join(map(str, key.shape))}]" if key.shape else ""
+    return name, shape, f" {key.bad} of {key.runs} not finite" if key.bad and key.runs > 1 else ""
+
+
+def _numbers(key: KeyView, several: bool) -> list[str]:
+    mean = number(key.mean, key.is_integer)
+    if not several:
+        return [mean]
+    spread = f"± {number(key.std)}" if key.runs > 1 and math.isfinite(key.mean) else ""
+    return [mean, spread, *(number(x, key.is_integer) for x in (key.low, key.high))]
