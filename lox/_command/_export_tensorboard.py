@@ -39,7 +39,7 @@ class _RunFile:
         wall = run.opened.timestamp()
         self.file = folder / _FILE.format(int(wall))
         data = _tfevents.header(wall)
-        self.hparams = _hparams.encode(run.config)
+        self.hparams = _hparams.encode(run.config if isinstance(run.config, dict) else {})
         if self.hparams:
             data += _hparams.start(self.hparams, wall)
         if run.config:
