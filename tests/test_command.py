@@ -168,6 +168,17 @@ def test_what_lox_refuses_is_one_message_and_exit_code_1(command, directory, tmp
     assert (code, err) == (1, "error: no key matches 'los'. The keys are 'loss'. Did you mean 'loss'?\n")
 
 
+def test_a_name_may_be_typed_up_to_its_first_blank(command, tmp_path):
+    for lane in (1, 10):
+        run = lox.store.Writer(tmp_path / "runs")
+        run.append(run.open_run(f"lane{lane} lr=0.1"), {"x": np.float32(lane)})
+        run.close()
+    assert command("show", tmp_path / "runs", "lane1")[1].startswith("run lane1 lr=0.1\n")
+    assert command("tail", tmp_path / "runs", "lane1", "--once")[1] == "lane1 lr=0.1  x 1\n"
+    code, _, err = command("ls", tmp_path / "run")
+    assert code == 1 and err.endswith("Did you mean 'runs'?\n")
+
+
 @pytest.mark.parametrize("name", ["show", "tail", "repair", "export"])
 def test_every_command_says_that_there_is_nothing(command, tmp_path, name):
     options = ["-o", tmp_path / "x.csv"] if name == "export" else []

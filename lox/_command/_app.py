@@ -325,8 +325,9 @@ def compare(
     reader = _choose.opened(directory)
     logs = _choose.loadable(reader, _choose.runs(reader, run or (), where or ()), x)
     score: Any = at
-    with contextlib.suppress(ValueError):  # what is no number is a word, which `compare` checks
-        score = float(at)
+    for number in (float, int):
+        with contextlib.suppress(ValueError):  # what is no number is a word, which `compare` checks
+            score = number(at)
     options: dict[str, Any] = dict(better=str(better), strata=strata or None, paired=paired, x=x, seed=seed)
     found = _compare.compare(logs, key, by or None, at=score, **options)
     if out is not None:
