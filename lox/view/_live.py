@@ -300,10 +300,13 @@ class Key:
 
     def _series(self, logs: logdict) -> Iterator[tuple[Series, dict[str, np.ndarray]]]:
         """Yield all that can be shown of one run, with its steps as floats; NaN where an event has none."""
-        series, problems = self._splitter.split(Batch.of_run(logs).run_first(), lead=2)
-        self.problem = str(problems[0]) if problems else self.problem
+        series = [_plain(logs, key) for key in logs]
+        if None in series:
+            split, problems = self._splitter.split(Batch.of_run(logs).run_first(), lead=2)
+            self.problem = str(problems[0]) if problems else self.problem
+            series = [one.at(0) if one.valid is None else one.at((0, one.valid[0])) for one in split]
         for one in series:
-            one = one.at(0) if one.valid is None else one.at((0, one.valid[0]))
+            assert one is not None
             own = {name: plain_dtype(x) for name, x in one.steps.items()}
             missing = missing_steps({name: x for name, x in own.items() if name not in (WALL, "attempt")})
             steps = {
@@ -311,6 +314,16 @@ class Key:
                 for name, x in own.items()
             }
             yield one, {name: x.astype(np.float64) for name, x in steps.items()}
+
+
+def _plain(logs: logdict, key: str) -> Series | None:
+    """Return the events of a key that are plain numbers, as most are; None for others, which take ten times as long."""
+    steps = {name: np.asarray(by_key[key]) for name, by_key in logs.steps.items() if key in by_key}
+    value = logs[key]
+    is_plain = type(value) is np.ndarray and value.dtype.kind in "fiub" and key not in logs._valid
+    if not is_plain or any(np.ndim(x) != 1 for x in (value, *steps.values())):
+        return None
+    return Series(key, value, steps, None)
 
 
 def _values(one: Series) -> Any:
