@@ -548,6 +548,19 @@ def test_the_page_and_lox_plot_say_the_same(tmp_path, band):
             np.testing.assert_allclose(np.array(group[part], float), expected, rtol=1e-9, atol=1e-12)
 
 
+def test_keys_that_nobody_looks_at_are_forgotten_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("lox.view._live._MOST_NUMBERS", 100)
+    for key in ("a", "b"):
+        save(tmp_path, 0, np.arange(30.0), key=key)
+    live = Live(tmp_path)
+    live.refresh()
+    for key in ("a", "b", "a"):
+        panel = _panels.panel(live, key, live.groups(None, ""), Options())
+        assert panel["groups"][0]["center"] == list(range(30))
+        assert list(live._read) == [key]
+        assert len(live._views) == 1
+
+
 def test_arrays_have_a_curve_per_element(tmp_path):
     logs = lox.logdict.from_arrays({"xs": np.arange(12.0).reshape(4, 3)}, steps={"step": np.arange(4)})
     lox.save(logs, tmp_path)

@@ -2,6 +2,7 @@
 
 import datetime
 import fnmatch
+import functools
 import math
 import os
 import shutil
@@ -669,7 +670,8 @@ def _selector(argnames: str | Iterable[str] | None) -> Select:
     if argnames is None:
         return lambda key: True
     patterns = _selection.names("argnames", argnames)
-    return lambda key: any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+    # Cached, as a thousand runs have the same keys.
+    return functools.cache(lambda key: any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns))
 
 
 def _warn_of_choice(several: list[list[str]]) -> None:

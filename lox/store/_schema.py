@@ -98,6 +98,11 @@ class Schema:
         valid = [self.valid] if self.valid else []
         return [RUN, WALL, *self.steps, *valid, *[c for key in self.keys for c in key.columns]]
 
+    @functools.cached_property
+    def numbers(self) -> dict[Column, int]:
+        """The place of each column in the file."""
+        return {column: number for number, column in enumerate(self.columns)}
+
 
 RUN = Column("run", "run", "int32")
 WALL = Column("wall", "wall", "float64")

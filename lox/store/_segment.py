@@ -309,7 +309,7 @@ class SegmentReader:
         """Read these columns of these rows of batches, as one array each."""
         assert self._batches is not None
         total = sum(stop - start for _, start, stop in parts)
-        numbers = {column: i for i, column in enumerate(self._batches.columns)}
+        numbers = self._batches.schema.numbers
         arrays: list[Array] = []
         with self.open() as file:
             for column in columns:

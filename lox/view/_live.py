@@ -33,6 +33,7 @@ from lox.view._curves import EVENT, STEP, WALL, Curve
 
 _REMEMBERED = 256  # changes of a view; who is further behind gets everything
 _VIEWS = 256  # that are kept
+_MOST_NUMBERS = 1 << 27  # that are kept of all keys: 1 GB, and about as much again in views
 _serials = itertools.count()
 _MESSAGES = 50  # about problems that are kept
 
@@ -246,6 +247,10 @@ class Key:
         self._splitter = Splitter("The page", "elements")
         self._identities: dict[str, Any] = {}  # of runs: when they began, and how many attempts they had
 
+    def size(self) -> int:
+        """Return how many numbers are kept, about."""
+        return sum(lane.size * (1 + len(lane.steps)) for t in self.tracks.values() for lane in t.lanes.values())
+
     def follow(self, reader: Reader, runs: Mapping[str, Run]) -> None:
         """Read what is new since the last time, as of the last refresh of the reader."""
         pattern = glob.escape(self.name)
@@ -295,10 +300,13 @@ class Key:
 
     def _series(self, logs: logdict) -> Iterator[tuple[Series, dict[str, np.ndarray]]]:
         """Yield all that can be shown of one run, with its steps as floats; NaN where an event has none."""
-        series, problems = self._splitter.split(Batch.of_run(logs).run_first(), lead=2)
-        self.problem = str(problems[0]) if problems else self.problem
+        series = [_plain(logs, key) for key in logs]
+        if None in series:
+            split, problems = self._splitter.split(Batch.of_run(logs).run_first(), lead=2)
+            self.problem = str(problems[0]) if problems else self.problem
+            series = [one.at(0) if one.valid is None else one.at((0, one.valid[0])) for one in split]
         for one in series:
-            one = one.at(0) if one.valid is None else one.at((0, one.valid[0]))
+            assert one is not None
             own = {name: plain_dtype(x) for name, x in one.steps.items()}
             missing = missing_steps({name: x for name, x in own.items() if name not in (WALL, "attempt")})
             steps = {
@@ -306,6 +314,16 @@ class Key:
                 for name, x in own.items()
             }
             yield one, {name: x.astype(np.float64) for name, x in steps.items()}
+
+
+def _plain(logs: logdict, key: str) -> Series | None:
+    """Return the events of a key that are plain numbers, as most are; None for others, which take ten times as long."""
+    steps = {name: np.asarray(by_key[key]) for name, by_key in logs.steps.items() if key in by_key}
+    value = logs[key]
+    is_plain = type(value) is np.ndarray and value.dtype.kind in "fiub" and key not in logs._valid
+    if not is_plain or any(np.ndim(x) != 1 for x in (value, *steps.values())):
+        return None
+    return Series(key, value, steps, None)
 
 
 def _values(one: Series) -> Any:
@@ -402,14 +420,26 @@ class Live:
         with self._alone():
             if key not in self.keys:
                 raise _errors.KeyNotFoundError(f"there is no key {key!r} in {str(self.reader.path)!r}.")
-            read = self._read.setdefault(key, Key(key))
+            read = self._read.pop(key, None) or Key(key)
+            self._read[key] = read  # the last one now
             read.follow(self.reader, {name: info.run for name, info in self.infos.items()})
+            self._forget_old()
             return read
+
+    def _forget_old(self) -> None:
+        """Forget the keys that were asked for least recently, if all do not fit; they are read again when needed."""
+        sizes = {name: read.size() for name, read in self._read.items()}
+        for name in list(self._read)[:-1]:
+            if sum(sizes.values()) <= _MOST_NUMBERS:
+                break
+            del sizes[name]
+            tracks = set(self._read.pop(name).tracks.values())
+            self._views = {place: view for place, view in self._views.items() if place[0] not in tracks}
 
     def view(self, track: Track, runs: Sequence[str], step: str) -> View:
         """Return the lanes of some runs on common points, up to date with the track."""
         with self._alone():
-            place = id(track), tuple(runs), step
+            place = track, tuple(runs), step
             view = self._views.pop(place, None) or View(track, runs, step)
             self._views[place] = view  # the last one now
             while len(self._views) > _VIEWS:
