@@ -237,7 +237,7 @@ def test_an_exact_point(runs):
         ("smooth=1.5", "`smooth` is 1.5; it must be from 0 to below 1."),
         ("smooth=x", "could not convert string to float"),
         ("bins=0", "`bins` is 0; it must be positive."),
-        ("where=lr%3Eoften", "the filter 'lr>often' compares with 'often', which is not a number."),
+        ("where=lr%3Eoften", "'lr>often' compares with 'often', which is not a number."),
         ("since=0:x", None),
         ("by=nothing", None),
         ("x=nothing", None),

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lox import _errors
-from lox._command import _where
 from lox._data._logdict import logdict
 from lox._engine import _selection
 from lox.store import _from_rows, _group
@@ -15,6 +14,7 @@ from lox.store._reader import Reader, Runs
 from lox.store._segment import SegmentReader
 from lox.store._structure import EVENT_NUMBER
 from lox.store._table import Run
+from lox.view import _filter
 
 _AT_ONCE = 1 << 27  # bytes of files whose runs are loaded together
 
@@ -54,7 +54,7 @@ def runs(reader: Reader, names: Sequence[str] = (), where: Sequence[str] = ()) -
     if names:
         chosen = {name for wanted in names for name in _named(reader, wanted)}
         found = [run for run in found if run.name in chosen]
-    return _where.select(found, where, str(reader.path)) if where else found
+    return _filter.select(found, where, str(reader.path)) if where else found
 
 
 def _named(reader: Reader, wanted: str) -> list[str]:

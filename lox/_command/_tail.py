@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from lox import _errors
-from lox._command import _choose, _print, _where
+from lox._command import _choose, _print
 from lox._data._logdict import logdict
 from lox.loggers._files import _rows
 from lox.store._reader import Reader, _Polled
-from lox.store._table import flat_config
+from lox.view import _filter
 
 _WALL = "wall"
 
@@ -104,12 +104,12 @@ def _wanted(reader: Reader, names: Sequence[str], where: Sequence[str]) -> list[
     records = reader._catalog.records
     if not names and not where:
         return list(records)
-    conditions = [_where.parse(text) for text in where]
+    conditions = [_filter.condition(text) for text in where]
     return [
         run.name
         for run in reader.runs()
         if (not names or run.name in names or any(fnmatch.fnmatchcase(run.name, name) for name in names))
-        and all(condition.holds(flat_config(run.config)) for condition in conditions)
+        and all(condition.holds(run) for condition in conditions)
     ]
 
 
