@@ -461,6 +461,7 @@ def _bind(host: str, port: int | None) -> socket.socket:
             if sys.platform != "win32":  # where it would let two servers share a port
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((host, candidate))
+            bound.listen()  # before anybody is told: a browser may be faster than the server
             return bound
         except OSError as error:
             bound.close()
