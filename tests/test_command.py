@@ -1,16 +1,19 @@
 """The `lox` command: what it prints, what it refuses and how, and that what it exports reads back exactly."""
 
 import csv
+import doctest
 import io
 import json
 import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import warnings
 from pathlib import Path
 
@@ -165,6 +168,17 @@ def test_what_lox_refuses_is_one_message_and_exit_code_1(command, directory, tmp
     assert (code, err) == (1, "error: no key matches 'los'. The keys are 'loss'. Did you mean 'loss'?\n")
 
 
+def test_a_name_may_be_typed_up_to_its_first_blank(command, tmp_path):
+    for lane in (1, 10):
+        run = lox.store.Writer(tmp_path / "runs")
+        run.append(run.open_run(f"lane{lane} lr=0.1"), {"x": np.float32(lane)})
+        run.close()
+    assert command("show", tmp_path / "runs", "lane1")[1].startswith("run lane1 lr=0.1\n")
+    assert command("tail", tmp_path / "runs", "lane1", "--once")[1] == "lane1 lr=0.1  x 1\n"
+    code, _, err = command("ls", tmp_path / "run")
+    assert code == 1 and err.endswith("Did you mean 'runs'?\n")
+
+
 @pytest.mark.parametrize("name", ["show", "tail", "repair", "export"])
 def test_every_command_says_that_there_is_nothing(command, tmp_path, name):
     options = ["-o", tmp_path / "x.csv"] if name == "export" else []
@@ -203,7 +217,7 @@ def test_what_nobody_expected_shows_where_it_comes_from(command, directory, monk
 
 def test_help_has_examples_that_parse(command):
     names = [line.split()[0] for line in command("--help")[1].partition("Commands:\n")[2].splitlines()]
-    assert {"ls", "show", "tail", "export", "repair", "ui"} <= set(names)
+    assert set(names) == {"ls", "show", "plot", "compare", "tail", "export", "repair", "ui"}
     for name in names:
         code, out, _ = command(name, "--help")
         assert code == 0 and "DIR" in out
@@ -497,6 +511,9 @@ def test_no_command_starts_a_backend(directory, tmp_path):
         ["show", directory, "9", "--json"],
         ["tail", directory, "--once", "-n", "100"],
         ["repair", directory],
+        ["compare", directory, "-k", "loss", "--by", "lr", "-w", "lr>0"],
+        ["plot", directory, "-o", tmp_path / "plot.html"],
+        ["plot", directory, "-k", "loss", "--x", "wall", "-o", tmp_path / "plot.png"],
         *[["export", directory, "--to", to, "-o", tmp_path / to] for to in ("csv", "jsonl", "parquet", "tensorboard")],
     ]
     program = (
@@ -756,6 +773,7 @@ def test_tensorboard_shows_what_was_logged_when_it_was(command, many, tmp_path):
     assert [e.step for e in found] == list(range(8)) and [e.wall_time for e in found] == times.tolist()
     assert [e.value for e in events.Scalars("array/0/1")] == lox.load(many, "0")["array"][:, 0, 1].tolist()
     assert '"lr": 0.1' in events.Tensors("config")[0].tensor_proto.string_val[0].decode()
+    assert "_hparams_/session_start_info" in events.summary_metadata
     assert pictures.Images("i")[0].height == 2 and pictures.Histograms("h")[0].histogram_value.num == 3
 
 
@@ -866,3 +884,46 @@ def test_compare_prints_what_lox_compare_finds(command, directory):
     assert code == 1 and "worst" in err
     assert command("compare", directory, "-k", "loss", "--at", "1", "--json")[0] == 0
     assert command("compare", directory, "--by", "lr")[0] == 2
+
+
+# --- ui ---
+
+
+@pytest.mark.slow
+def test_ui_serves_the_directory_until_ctrl_c(directory):
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+    pytest.importorskip("starlette", reason="starlette is not installed")
+    command = [sys.executable, "-m", "lox", "ui", str(directory), "--port", "0", "--no-browser"]
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    with subprocess.Popen(command, **options) as server:
+        address = re.search(r"http://127\.0\.0\.1:\d+/", reading(server, "http://")[-1])[0]
+        with urllib.request.urlopen(address, timeout=60) as page:
+            assert page.status == 200 and b"<html" in page.read()
+        server.send_signal(signal.SIGINT)
+        _, err = server.communicate(timeout=60)
+    assert server.returncode in (0, 130) and "Traceback" not in err
+
+
+def test_ui_refuses_what_is_not_a_directory(command, tmp_path):
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+    code, out, err = command("ui", tmp_path / "none", "--no-browser")
+    assert (code, out) == (1, "") and err.startswith("error: there is no directory")
+    assert command("ui", tmp_path, "--port", "70000")[0] == 2
+
+
+# --- README ---
+
+
+def test_the_examples_in_the_readme(command, directory, monkeypatch):
+    """Every line `$ lox ...` of its section is run, in a directory with these runs, and its output compared."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    package("pyarrow").__version__  # noqa: B018
+    readme = Path(__file__).parent.parent / "README.md"
+    section = readme.read_text(encoding="utf-8").partition("## The lox command\n")[2].partition("\n## ")[0]
+    examples = re.findall(r"^\$ lox (.*)\n((?:(?!\$ |```).*\n)*)", section, flags=re.MULTILINE)
+    assert len(examples) >= 6
+    monkeypatch.chdir(directory.parent)
+    checker, options = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for line, wanted in examples:
+        code, out, err = command(*shlex.split(line, comments=True))
+        assert code == 0 and checker.check_output(wanted, out + err, options), f"{line}\n{out}{err}"

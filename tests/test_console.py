@@ -122,6 +122,13 @@ def test_what_does_not_fit_is_counted():
     assert len(text(_render.table(many.view(now=1.0), 60), 60).splitlines()) > 40
 
 
+def test_numbers_that_overflow():
+    made = Board(now=0.0)
+    runs = [Run(n, np.array([0, n], np.uint32), {}) for n in range(2)]
+    made.update(runs, [bundle({"x": np.array([[1e200], [-1e200]])})], now=1.0)
+    assert _render.line(made.view(now=1.0)).endswith("x 0 ± inf")
+
+
 def test_a_run_that_diverges_is_marked():
     made = board(3)
     runs = [Run(n, np.array([0, 42 + n], np.uint32), {}) for n in range(3)]
@@ -278,6 +285,21 @@ def test_a_key_or_a_step_of_any_length_leaves_room_for_numbers():
     )
 
 
+def test_columns_do_not_come_and_go():
+    """Whatever the digits of the numbers are."""
+    headers = set()
+    for scale in (1.0, 1 / 3, 1e-9 / 3, -1e50 / 3):
+        made = Board(now=0.0)
+        runs = [Run(n, np.array([0, n], np.uint32), {}) for n in range(2)]
+        for run in runs:
+            made.add_run(run)
+        made.update(runs, [bundle({"a_key_of_17_chars": scale * np.array([[1.0], [2.0]])})], now=1.0)
+        lines = text(_render.table(made.view(now=1.0), 80), 80).splitlines()
+        assert {len(line) for line in lines} == {80}
+        headers.add(tuple(lines[1].split()))
+    assert headers == {("│", "mean", "±", "std", "min", "max", "trend", "│")}
+
+
 # --- before the first event ---
 
 COMPILING = """\
@@ -331,7 +353,7 @@ def test_jax_says_whether_it_compiles():
 
 
 @pytest.mark.slow
-def test_jax_says_that_it_compiles_until_the_program_runs():
+def test_jax_says_that_it_compiles_after_tracing():
     here, ended, seen = threading.get_ident(), threading.Event(), collections.defaultdict(set)
     phase = ["trace"]
 
@@ -347,10 +369,7 @@ def test_jax_says_that_it_compiles_until_the_program_runs():
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(watch)
-        compiled = jax.jit(f).lower(jnp.ones((4, 4))).compile()
-        phase[0] = "run"
-        for _ in range(1000):
-            compiled(jnp.ones((4, 4))).block_until_ready()
+        jax.jit(f).lower(jnp.ones((4, 4))).compile()
         ended.set()
     assert True in seen["trace"] and True in seen["compile"]
 
@@ -498,7 +517,12 @@ inner = lox.progress(30, name="inner")
 lox.progress(3, name="outer").scan(lambda c, _: (inner.scan(slow, c)[0], None), 0)
 jax.effects_barrier()
 jax.make_jaxpr(lambda key: lox.loggers.ConsoleLogger().init(key))(jax.random.key(0))
-time.sleep(2)
+from lox.loggers._console._screen import screen_of
+gone = False
+while not gone:
+    time.sleep(0.05)
+    with screen_of()._lock:
+        gone = not screen_of()._parts
 """
 
 
@@ -527,7 +551,7 @@ def test_a_notebook(tmp_path):
             outputs.setdefault(name, []).append(content["data"])
             counts[name] += 1
     table, bars, traced = outputs.values()
-    assert all(count > 2 for count in list(counts.values())[:2])
+    assert all(count > 1 for count in list(counts.values())[:2])
     assert "no runs yet" in table[0]["text/plain"] and "compiling ... 0:00" in table[0]["text/plain"]
     lines = table[-1]["text/plain"].splitlines()
     assert lines[0].startswith("╭─ run 42 ─") and re.search(r"100%  50/50  .*done", lines[-2])

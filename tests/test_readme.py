@@ -5,6 +5,8 @@ import importlib
 import os
 import pkgutil
 import re
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import lox
@@ -30,13 +33,62 @@ def promotion_as_users_have_it():
 
 def split_readme():
     """Return the README without the sections that need another package or several processes, and the first of them."""
-    text = README.read_text(encoding="utf-8").replace(several_processes(), "")
+    text = README.read_text(encoding="utf-8").replace(several_processes(), "").replace(see_your_runs(), "")
     # doctest would take the closing fence for expected output.
     text = re.sub(r"^ *```.*$", "", text, flags=re.MULTILINE)
     before, title, rest = text.partition("### Checkpoints and resume\n")
     section, next_title, after = rest.partition("\n###")
     assert title and next_title
     return before + next_title + after, section
+
+
+def see_your_runs():
+    """Return that section."""
+    return README.read_text(encoding="utf-8").partition("## See your runs\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.slow
+def test_readme_from_a_program_to_its_curves(tmp_path, monkeypatch):
+    """Its program is run, and every command after it; the dashboard is opened in a browser."""
+    pytest.importorskip("typer", reason="typer is not installed")
+    pytest.importorskip("starlette", reason="starlette is not installed")
+    blocks = re.findall(r"```(\w*)\n(.*?)```", see_your_runs(), flags=re.DOTALL)
+    program, *examples = [text for kind, text in blocks if kind == "python"]
+    commands = [line for kind, text in blocks if not kind for line in text.splitlines()]
+    (tmp_path / "train.py").write_text(program)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "200"}
+    outputs = {}
+    for command in commands:
+        name, *words = shlex.split(command)
+        words = words if name == "python" else ["-m", "lox", *words]
+        if "ui" in words:
+            continue
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        outputs[command] = done.stdout
+    assert len(outputs) >= 6 and outputs["lox ls runs"].count("finished") == 16
+    assert (tmp_path / "curves.html").exists() and (tmp_path / "runs.csv").exists()
+    monkeypatch.chdir(tmp_path)
+    run_examples("\n".join(re.sub("^```.*$", "", text) for text in examples), dict(lox=lox), least=5)
+
+    assert "lox ui runs" in commands
+    from test_ui_browser import chromium, legend, open_page, shown  # it skips without a browser
+
+    logs = lox.load("runs", where={"lr": 0.1}).stack()
+    last = logs["train/loss"].astype(np.float64)[:, -1].mean()
+    words = [sys.executable, "-m", "lox", "ui", "runs", "--no-browser", "--port", "0"]
+    server = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        address = re.search(r"http://\S+", server.stdout.readline())
+        with chromium() as page:
+            open_page(page, address[0])
+            rows = legend(page, "train/loss")
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=60)
+    assert server.returncode in (0, 130)
+    assert list(rows) == ["lr=0.01", "lr=0.1"] and rows["lr=0.1"].startswith(shown(last))
 
 
 def several_processes():

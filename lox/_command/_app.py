@@ -147,7 +147,10 @@ Axis = Annotated[
         "--x", metavar="STEP", help="The x axis: the name of a step, 'event' or 'wall'.", autocompletion=_complete.steps
     ),
 ]
-Port = Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.")]
+Port = Annotated[
+    int | None,
+    typer.Option("--port", "-p", min=0, max=65535, help="By default 6007, or the next that is free."),
+]
 
 
 class Format(StrEnum):
@@ -322,8 +325,9 @@ def compare(
     reader = _choose.opened(directory)
     logs = _choose.loadable(reader, _choose.runs(reader, run or (), where or ()), x)
     score: Any = at
-    with contextlib.suppress(ValueError):  # what is no number is a word, which `compare` checks
-        score = float(at)
+    for number in (float, int):
+        with contextlib.suppress(ValueError):  # what is no number is a word, which `compare` checks
+            score = number(at)
     options: dict[str, Any] = dict(better=str(better), strata=strata or None, paired=paired, x=x, seed=seed)
     found = _compare.compare(logs, key, by or None, at=score, **options)
     if out is not None:
@@ -428,20 +432,26 @@ def repair(
         _print.line("nothing to repair")
 
 
-@_command("lox ui runs", "lox ui runs --port 8080 --no-browser")
+@_command("lox ui runs", "lox ui runs --port 8080 --no-browser", "lox ui runs --host 0.0.0.0 --name gpu1.example.org")
 def ui(
     directory: Directory,
-    port: Port = 0,
-    host: Annotated[str, typer.Option(help="The address to listen on; others than this machine need a token.")] = (
+    port: Port = None,
+    host: Annotated[str, typer.Option(help="The address to listen on. Other machines need the token in the link.")] = (
         "127.0.0.1"
     ),
+    name: Annotated[
+        list[str] | None, typer.Option(metavar="HOST", help="Another name of this server, such as that of a proxy.")
+    ] = None,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
     """Show the runs in a browser.
 
     There are means and bands over seeds, and everything grows while runs are written. Ctrl-C ends it.
     """
-    from lox.view import _server  # type: ignore[attr-defined]
+    from lox.view import _server
 
-    _choose.opened(directory)  # or say now what is wrong with it
-    _server.serve(directory, port=port, host=host, browser=browser)
+    def say(text: str) -> None:
+        _print.plain_line(text)
+        _print.flush()  # it may be a pipe
+
+    _server.serve(directory, port, host, browser, tuple(name or ()), say)

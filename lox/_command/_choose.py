@@ -35,13 +35,15 @@ def opened(path: Path, damaged: str = "skip") -> Reader:
 
 
 def _elsewhere(path: Path) -> str:
-    """Name a directory with runs, if it is right above or below this one."""
-    nearby = [path.absolute().parent]
-    if path.is_dir():
-        nearby += sorted(entry for entry in path.iterdir() if entry.is_dir())
+    """Name a directory with runs, if it is right above or below this one, or beside it with a similar name."""
+    parent = path.absolute().parent
     try:
+        if not path.is_dir():
+            beside = [entry.name for entry in parent.iterdir() if entry.is_dir() and _group.groups_in(entry)]
+            return _errors.nearest(path.name, beside)
+        nearby = [parent, *sorted(entry for entry in path.iterdir() if entry.is_dir())]
         found = [folder for folder in nearby if _group.groups_in(folder)]
-    except _errors.StoreError:  # a folder that may not be read is no suggestion
+    except OSError:  # a folder that may not be read, or is not there, is no suggestion
         return ""
     return f" {str(found[0])!r} has some." if found else ""
 
@@ -58,6 +60,8 @@ def runs(reader: Reader, names: Sequence[str] = (), where: Sequence[str] = ()) -
 def _named(reader: Reader, wanted: str) -> list[str]:
     there = list(reader._catalog.records)
     matching = [wanted] if wanted in there else [name for name in there if fnmatch.fnmatchcase(name, wanted)]
+    if not matching:  # "lane3 lr=0.1" is long to type
+        matching = [name for name in there if name.startswith(f"{wanted} ")]
     if not matching:
         raise _errors.RunNotFoundError(f"{reader._no_run(wanted)}{_errors.nearest(wanted, there)}")
     return matching

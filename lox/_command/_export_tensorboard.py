@@ -16,13 +16,14 @@ from lox._data._histogram import Histogram
 from lox._data._lanes import Laned, is_laned
 from lox._data._logdict import logdict
 from lox.loggers._files._rows import strict_json
-from lox.loggers._trackers import _tfevents
+from lox.loggers._trackers import _hparams, _tfevents
 from lox.loggers._trackers._curves import Curve, _Curves
 from lox.loggers._trackers._series import MOST_ELEMENTS, Splitter
 from lox.store import names
 from lox.store._reader import Reader
 from lox.store._table import Run
 
+_RESERVED = ("config", _tfevents.CHARTS, *_hparams.TAGS)  # as TensorBoardLogger has them
 _FILE = "events.out.tfevents.{:010d}.lox"
 
 
@@ -31,13 +32,16 @@ class _RunFile:
 
     def __init__(self, run: Run, folder: Path):
         self.name = run.name
-        self.curves = _Curves("step", Splitter("TensorBoard", "elements", MOST_ELEMENTS, ("config",)))
+        self.curves = _Curves("step", Splitter("TensorBoard", "elements", MOST_ELEMENTS, _RESERVED))
         self.seen: set[bytes] = set()  # curves of steps: keys that are logged together have the same
         self.folder = folder
         folder.mkdir()
         wall = run.opened.timestamp()
         self.file = folder / _FILE.format(int(wall))
         data = _tfevents.header(wall)
+        self.hparams = _hparams.encode(run.config if isinstance(run.config, dict) else {})
+        if self.hparams:
+            data += _hparams.start(self.hparams, wall)
         if run.config:
             config = json.dumps(strict_json(run.config), indent=2)
             data += _tfevents.text("config", 0, f"```json\n{config}\n```", wall)
@@ -58,6 +62,15 @@ class _RunFile:
                         file.write(data)
                     count += len(curve.steps)
         return count, problems
+
+    def end(self, run: Run) -> None:
+        """Say how the run ended, if it has, and put everything on disk."""
+        with open(self.file, "ab") as file:
+            if self.hparams and run.state != "running":
+                last = run.last or run.opened
+                file.write(_hparams.end(run.state != "finished", last.timestamp()))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _new(self, curves: list[Curve], wall: np.ndarray | None) -> Iterator[tuple[Curve, np.ndarray]]:
         for curve in curves:
@@ -101,10 +114,9 @@ def write(reader: Reader, runs: Sequence[Run], patterns: Sequence[str], folder: 
     files: dict[str, _RunFile] = {}
     taken, count = names.Taken(), 0
     problems: dict[str, list[str]] = {}
-    by_name = {run.name: run for run in runs}
     for run in runs:
         # Names are safe already, unless somebody has changed the files by hand.
-        files[run.name] = _RunFile(by_name[run.name], folder / taken.take(names.safe(run.name)))
+        files[run.name] = _RunFile(run, folder / taken.take(names.safe(run.name)))
     for name, logs in _choose.logs(reader, chosen, patterns):
         points, cannot = files[name].add(logs, has_wall)
         count += points
@@ -113,7 +125,6 @@ def write(reader: Reader, runs: Sequence[Run], patterns: Sequence[str], folder: 
     for text, of_runs in problems.items():
         some = _errors.listing(of_runs[:3]) + (f" and {len(of_runs) - 3} more" if len(of_runs) > 3 else "")
         _print.warning(f"left out of {some}: {text}")
-    for one in files.values():
-        with open(one.file, "ab") as file:
-            os.fsync(file.fileno())
+    for run in runs:
+        files[run.name].end(run)
     return f"{count:,} points of {len(files):,} runs"

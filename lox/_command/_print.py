@@ -163,9 +163,7 @@ def settings(config: dict[str, Any]) -> str:
 
 def number(x: Any) -> str:
     """Format a number with four digits, or an integer with all of them."""
-    if isinstance(x, bool | str):
-        return str(x)
-    return _render.number(float(x), isinstance(x, int)) if abs(x) < 2**53 or x != x else str(x)
+    return _render.number(x) if isinstance(x, float) else str(x)
 
 
 def short(x: Any, most: int = 8) -> str:

@@ -165,6 +165,7 @@ def run(
     reader._wall = "wall" not in _choose.steps(reader, chosen)
     ends = {"never": lambda _: False, "once": lambda _: True, "finished": lambda found: all_over(reader, found)}[stop]
     width = max(map(len, chosen)) if len(chosen) > 1 else 0
+    names = [*(name for name in names if set(name) & set("*?[")), *chosen] if names else ()  # new runs may match globs
     for events in follow(reader, names, where, patterns, backlog, interval, ends):
         for event in events:
             if in_json:

@@ -445,7 +445,7 @@ def _wrap(words: Array, impl: str, key: str) -> Any:
         ) from error
 
 
-def stack(runs: list[dict[str, list[Chunk]]]) -> logdict:
+def stack(runs: list[dict[str, list[Chunk]]], typed: bool = True) -> logdict:
     """Return the logs of many runs with a lane axis in front; `valid` tells where a run has fewer events."""
     by_key: dict[str, list[tuple[int, Chunk]]] = {}
     for key in dict.fromkeys(key for run in runs for key in run):
@@ -456,7 +456,7 @@ def stack(runs: list[dict[str, list[Chunk]]]) -> logdict:
         for n, chunk in parts:
             counts[n] += chunk.events.count()
         folded = _folded(join([chunk for _, chunk in parts]), counts)
-        logs._set_bundle(dataclasses.replace(_typed(folded), keys=(key,)), outer=1)
+        logs._set_bundle(dataclasses.replace(_typed(folded) if typed else folded.events, keys=(key,)), outer=1)
     return logs
 
 

@@ -102,7 +102,7 @@ class Runs(Mapping[str, logdict]):
 
         Where some runs have more events than others, `logs.valid` says which events are real.
         """
-        return _from_rows.stack(list(self._loaded().values()))
+        return _from_rows.stack(list(self._loaded().values()), self._reader._typed)
 
     def _loaded(self) -> dict[str, Chunks]:
         self._reader._prepare(list(self._names), self._argnames)

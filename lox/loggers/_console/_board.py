@@ -229,10 +229,12 @@ def _view(key: str, track: Track) -> KeyView:
     last = np.asarray(list(track.last.values()))
     finite = last[np.isfinite(last)]
     shown = finite if len(finite) else last[:1]
+    with np.errstate(over="ignore", invalid="ignore"):  # of numbers that are nearly infinite
+        mean, std = float(shown.mean()), float(shown.std()) if len(finite) else math.nan
     return KeyView(
         key,
-        mean=float(shown.mean()),
-        std=float(shown.std()) if len(finite) else math.nan,
+        mean=mean,
+        std=std,
         low=float(shown.min()),
         high=float(shown.max()),
         runs=len(last),

@@ -286,15 +286,17 @@ def _rows(view: BoardView, width: int, room: float) -> tuple[list[Any], int]:
 def _layout(widths: list[int], wanted: int, width: int) -> tuple[int, int, int]:
     """Choose how many columns of numbers to show, and the widths of the trend and of the keys."""
     few = min(len(widths), 2)
+    # Columns must not come and go with the digits of numbers, so these count as the longest ones of their kind.
+    usual = [max(pair) for pair in zip(widths, (10, 11, 10, 10), strict=False)]
 
-    def rest(used: int, trend: int) -> int:
+    def rest(widths: list[int], used: int, trend: int) -> int:
         return width - sum(w + 2 for w in widths[:used]) - (trend + 2 if trend else 0)
 
     for used, trend in itertools.product(sorted({len(widths), few}, reverse=True), (_TREND, 8)):
-        if rest(used, trend) >= wanted:
-            return used, trend, rest(used, trend)
-    used = few if rest(few, 0) >= _LEAST_KEY else 1
-    return used, 0, max(rest(used, 0), 4)
+        if rest(usual, used, trend) >= wanted:
+            return used, trend, rest(widths, used, trend)
+    used = few if rest(usual, few, 0) >= _LEAST_KEY else 1
+    return used, 0, max(rest(widths, used, 0), 4)
 
 
 def _label(key: KeyView, indented: bool) -> tuple[str, str, str]:

@@ -126,7 +126,7 @@ class Screen:
             vertical_overflow="crop",
         )
         try:
-            live.start(refresh=True)
+            live.start()
         except LiveError:  # the program has a live display of its own: print lines above it
             return
         self._live = live
