@@ -173,6 +173,46 @@ def test_zooming_in_shows_every_point(browser, tmp_path):
         assert [shown(v) for v in group["center"]] == [shown(v) for v in values.mean(0)[4999:5042]]
 
 
+def test_cursors_are_one_and_dragging_zooms_all_charts(browser, tmp_path):
+    from selenium.webdriver import ActionChains
+
+    steps = np.arange(100)
+    data_of_keys = {"a": steps / 3, "b": steps / 7}
+    lox.save(lox.logdict.from_arrays(data_of_keys, steps={"step": steps, "epoch": steps // 10}), tmp_path)
+    with served(tmp_path) as address:
+        open_page(browser, address)
+        plot = browser.find_element("css selector", ".panel[data-key=a] .u-over")
+        ActionChains(browser).move_to_element_with_offset(plot, 20, 10).perform()
+        at = "return [...document.querySelectorAll('.legend .row[data-group]')].map(r => r.dataset.x)"
+        places = browser.execute_script(at)
+        assert places[0] == places[1]
+        assert 50 < float(places[0]) < 99
+        ActionChains(browser).click_and_hold(plot).move_by_offset(60, 0).release().perform()
+        until(lambda: "from=" in browser.current_url, "the zoom")
+        drawn(browser)
+        ends = [(data(browser, key)["groups"][0]["x"][0], data(browser, key)["groups"][0]["x"][-1]) for key in "ab"]
+        assert ends[0] == ends[1]
+        assert 40 < ends[0][0] < ends[0][1] < 90
+        browser.find_element("css selector", "#reset").click()
+        until(lambda: data(browser, "b") and data(browser, "b")["groups"][0]["x"] == steps.tolist(), "everything")
+        assert complaints(browser) == []
+
+
+def test_another_step_is_the_axis(browser, tmp_path):
+    steps = np.arange(20)
+    lox.save(lox.logdict.from_arrays({"loss": steps / 3}, steps={"step": steps, "epoch": 5 * steps}), tmp_path)
+    save(tmp_path, 1, [1.0, 2.0], key="other")
+    with served(tmp_path) as address:
+        open_page(browser, f"{address}/#x=epoch")
+        assert data(browser)["groups"][0]["x"] == (5 * steps).tolist()
+        assert browser.find_element("css selector", ".panel[data-key=loss] .where").text == "epoch 95"
+        assert data(browser, "other")["x"] == "step"  # which has no epochs
+        browser.execute_script(
+            "const e = document.getElementById('x'); e.value = 'wall'; e.dispatchEvent(new Event('change'))"
+        )
+        until(lambda: data(browser) and data(browser)["x"] == "wall", "time")
+
+
 def test_the_mean_of_a_group_is_the_same_whatever_else_is_shown(browser, tmp_path):
     one = seeds(tmp_path, lr=0.1)
     with served(tmp_path) as address:
@@ -188,7 +228,7 @@ def test_the_mean_of_a_group_is_the_same_whatever_else_is_shown(browser, tmp_pat
         numbers = legend(browser)
         assert numbers["lr=0.1"].startswith(f"{shown(one.mean(0)[-1])} ")
         assert numbers["lr=0.2"].startswith(f"{shown(other.mean(0)[-1])} ")
-        browser.find_elements("css selector", "#groups button")[1].click()
+        browser.execute_script("document.querySelectorAll('#groups button')[1].click()")
         until(lambda: list(legend(browser)) == ["lr=0.1"], "one group")
         assert legend(browser)["lr=0.1"] == numbers["lr=0.1"]
         assert complaints(browser) == []

@@ -133,8 +133,13 @@
     select.value = value;
   };
 
+  let shownGroups = "";
   const showGroups = () => {
     const hidden = new Set(list("hide"));
+    // Only if something has changed: what is rebuilt under the mouse cannot be clicked.
+    const wanted = JSON.stringify([groups, state.hide, lox.theme()]);
+    if (wanted === shownGroups) return;
+    shownGroups = wanted;
     $("groups").hidden = groups.length < 2;
     $("groups").replaceChildren(...groups.map((group, n) => {
       const swatch = el("span", { class: "swatch" });

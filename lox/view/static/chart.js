@@ -177,8 +177,9 @@ const lox = (() => {
           tables.push([old.x, positive(old.values)]);
         }
         if (group.single) {
+          const alpha = Math.max(0.1, 0.4 / Math.sqrt(Math.max(1, group.single.names.length / 2)));
           for (const name of group.single.names) {
-            series.push({ label: name, stroke: faded(stroke, 0.35), width: 1, points: { show: false } });
+            series.push({ label: name, stroke: faded(stroke, alpha), width: 1, points: { show: false } });
           }
           tables.push([group.single.x, ...group.single.values.map(positive)]);
         }
