@@ -42,8 +42,8 @@ from lox.store._reader import Cursor as Cursor
 from lox.store._reader import Reader as Reader
 from lox.store._reader import Runs as Runs
 from lox.store._reader import load as load
-from lox.store._reader import repair as repair
 from lox.store._reader import runs as runs
+from lox.store._repair import repair as repair
 from lox.store._table import Run as Run
 from lox.store._table import RunTable as RunTable
 from lox.store._writer import Writer as Writer

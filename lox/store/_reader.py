@@ -1,11 +1,10 @@
-"""`Reader` reads the runs of a directory and follows new events; `load`, `runs` and `repair` use one just once."""
+"""`Reader` reads the runs of a directory and follows new events; `load` and `runs` use one just once."""
 
 import datetime
 import fnmatch
 import functools
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,18 +15,17 @@ from lox import _errors
 from lox._data import _sites
 from lox._data._logdict import logdict
 from lox._engine import _selection
-from lox.store import _from_rows, _group, _index, _open, _shards
+from lox.store import _from_rows, _index, _open, _shards
 from lox.store._catalog import Catalog, Record
 from lox.store._from_rows import Chunks, Parts, Select
-from lox.store._group import WAY_OUT, Entry, Group
+from lox.store._group import Entry, Group
 from lox.store._prng_keys import words_of
 from lox.store._schema import RUN, WALL, Schema
-from lox.store._segment import DamagedRowsError, SegmentReader, open_file
+from lox.store._segment import DamagedRowsError, SegmentReader
 from lox.store._table import Activity, Run, RunTable, Where, flat_config
 from lox.store.names import base_names
 
 _FEW = 1 / 64  # of the runs of a group are read one by one
-_LARGEST_COPY = 1 << 30  # bytes; a sparse file of any size must not fill the disk
 
 
 class Runs(Mapping[str, logdict]):
@@ -797,91 +795,3 @@ def runs(path: str | os.PathLike[str], where: Where | None = None) -> RunTable:
     damage = lambda: [text for group in reader._catalog.groups.values() for text in group.damage().values()]  # noqa: E731
     reader._warn_of(reader._whole(list(reader._catalog.records), damage))
     return reader.runs() if where is None else reader.runs().where(where)
-
-
-def repair(path: str | os.PathLike[str], *, force: bool = False) -> dict[str, int]:
-    """Cut off what a crash has left at the ends of files, and take out rows without the right checksum.
-
-    Afterwards every Arrow reader can read the files. What lox can load stays the same. Runs that are still being
-    written are left alone. Bytes that are damaged, not just incomplete, are kept in a file next to the original, which
-    ends in `.damaged`.
-
-    >>> import tempfile, lox
-    >>> directory = tempfile.mkdtemp()
-    >>> lox.save({"x": 1}, directory)
-    >>> lox.store.repair(directory)
-    {}
-
-    Args:
-        path: The directory.
-        force: Whether to repair even runs whose writer seems to be alive.
-
-    Returns:
-        The number of bytes that were cut off, by file.
-    """
-    reader = Reader(path)
-    reader._open_for_loading()
-    repaired: dict[str, int] = {}
-    for group in reader._catalog.groups.values():
-        group.scan()
-        for segment in group.segments.values():
-            if segment.schema is not None:
-                segment.verify()
-        # A writer that died before its first write has left an empty file.
-        broken = [s for s in group.segments.values() if s.leftover or s.bad or s.schema is None]
-        if broken and not force and group.is_alive():
-            _sites.warn(
-                f"{str(group.folder)!r} was left alone: its writer seems to be alive. "
-                "Close it first, or use `force=True` if it is dead."
-            )
-            continue
-        for segment in broken:
-            extents = [segment.extent(batch) for batch in segment.bad]
-            repaired[str(segment.file)] = segment.leftover + sum(stop - start for start, stop in extents)
-            _cut(segment.file, segment.end, segment.damage is not None, segment.schema is None)
-            if extents:
-                _take_out(segment.file, extents)
-        if broken:
-            _group.accept_sizes(group.folder)
-    return repaired
-
-
-def _take_out(file: Path, extents: list[tuple[int, int]]) -> None:
-    """Move parts of a file to another one; at any moment, one of them has each part."""
-    try:
-        with open_file(file) as whole:
-            data, start = whole.read(), 0
-        with open(f"{file}.damaged", "ab") as rest:
-            rest.write(b"".join(data[start:stop] for start, stop in extents))
-            os.fsync(rest.fileno())
-        repaired = Path(f"{file}.repaired")
-        with open(repaired, "wb") as whole:
-            for begin, stop in extents:
-                whole.write(data[start:begin])
-                start = stop
-            whole.write(data[start:])
-            os.fsync(whole.fileno())
-        repaired.replace(file)
-    except OSError as error:
-        raise _errors.cannot_write(file, error, WAY_OUT) from error
-
-
-def _cut(file: Path, end: int, damaged: bool, empty: bool) -> None:
-    size = file.lstat().st_size - end
-    if damaged and size > _LARGEST_COPY:
-        raise _errors.StoreError(
-            f"{str(file)!r} has {size} bytes that lox cannot read, more than it would copy to keep them. "
-            "Remove the file, or what is behind its last batch."
-        )
-    try:
-        if damaged:
-            with open_file(file) as segment, open(f"{file}.damaged", "ab") as rest:
-                segment.seek(end)
-                shutil.copyfileobj(segment, rest)
-        if empty:
-            file.unlink()  # without a schema, there is nothing to read
-        else:
-            with open_file(file, os.O_RDWR) as segment:
-                segment.truncate(end)
-    except OSError as error:
-        raise _errors.cannot_write(file, error, WAY_OUT) from error
