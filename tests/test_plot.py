@@ -200,7 +200,11 @@ ERRORS = {
     "smooth": (dict(smooth=2), lox.OptionError, "`smooth` is 2; it must be from 0"),
     "by": (dict(by="lr"), lox.OptionError, "`by` names 'lr', which is not in the config of any run"),
     "where": (dict(where={"rate": 9}), lox.RunNotFoundError, r"no run in .* has {'rate': 9} in its config"),
-    "save": (dict(save="plot.gif"), lox.OptionError, r"cannot plot to 'plot.gif': its name must end in '.html'"),
+    "save": (
+        dict(save="plot.gif"),
+        lox.OptionError,
+        r"cannot plot to 'plot.gif': its name must end in .html, .png, .svg or",
+    ),
 }
 
 

@@ -10,6 +10,7 @@ import lox
 from lox._data import _statistics
 from lox.view import _bands, _curves, _groups
 from lox.view._curves import Curve
+from lox.view._live import Live
 
 LANES, STEPS = 8, 12
 
@@ -130,7 +131,25 @@ def test_logs_without_lanes_or_events():
     assert _curves.curves(lox.logdict({})) == []
     one = _curves.curves(lox.logdict({"x": 3}))[0]
     assert (one.lanes, one.x.tolist(), one.values.tolist(), one.step) == (("0",), [0], [[3.0]], "event")
-    assert _curves.curves(lox.spool(lambda: lox.log({"key": jax.random.key(0)}))()[1]) == []
+
+
+def test_prng_keys_are_shown_by_their_words(tmp_path):
+    def f():
+        lox.log({"key": jax.random.key(7), "p": {"key": jax.random.key(8), "x": 2.0}})
+
+    logs = jax.vmap(lambda _: lox.spool(f)()[1])(jnp.arange(2))
+    curves = {name: curve.values.tolist() for name, curve in by_name(logs).items()}
+    assert curves == {
+        "key/0": [[0]] * 2,
+        "key/1": [[7]] * 2,
+        "p/key/0": [[0]] * 2,
+        "p/key/1": [[8]] * 2,
+        "p/x": [[2]] * 2,
+    }
+    lox.save(logs, tmp_path, jax.random.split(jax.random.key(0)))
+    live = Live(tmp_path)
+    live.refresh()
+    assert [*live.tracks("key").tracks, *live.tracks("p").tracks] == list(curves)
 
 
 def test_large_arrays_are_left_out_with_a_warning():

@@ -22,7 +22,7 @@ from lox._engine import _selection
 from lox.loggers._batch import Batch
 from lox.loggers._trackers._series import Series, Splitter, missing_steps
 from lox.store import Runs
-from lox.store._prng_keys import is_prng_key
+from lox.store._prng_keys import as_words
 
 EVENT, STEP, WALL = "event", "step", "wall"
 _NOT_AXES = (WALL, "attempt")  # steps that `load` adds, which are the axis only if asked for
@@ -170,8 +170,8 @@ def _batch(logs: logdict) -> Batch:
                 )
             if _compat.is_split(x):
                 raise _errors.in_other_processes([key], x.shape)
-    numbers = logs.filter(lambda key, value: not any(map(is_prng_key, jax.tree.leaves(value))))
-    bundles = [_on_host(bundle).expanded().even() for bundle in numbers.to_bundles()]
+    # PRNG keys are shown as trackers show them: by their words.
+    bundles = [_on_host(bundle).expanded().even() for bundle in logs.to_bundles(as_words)]
     everything = [x for bundle in bundles for x in _arrays_of(bundle)]
     depth = min((x.flags.index(flag) for x in everything for flag in x.flags if flag), default=0)
     outermost = [Laned(x.tree, x.flags[depth:] or (False,)) for x in everything]

@@ -358,6 +358,7 @@ class Live:
 
     def __init__(self, directory: str | os.PathLike[str]):
         self.reader = Reader(directory, damaged="skip")
+        self.reader._typed = False  # typed PRNG keys are JAX arrays, which would start a backend
         self.version = 0  # of runs, keys and problems
         self.problems: list[str] = []
         self.infos: dict[str, RunInfo] = {}

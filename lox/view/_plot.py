@@ -351,7 +351,9 @@ def _plain(text: str) -> str:
 
 def _check_format(path: Path) -> None:
     if path.suffix.lower() not in _FORMATS:
-        raise _errors.OptionError(f"cannot plot to {str(path)!r}: its name must end in {_errors.listing(_FORMATS)}.")
+        raise _errors.OptionError(
+            f"cannot plot to {str(path)!r}: its name must end in {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}."
+        )
 
 
 def _save_figure(figure: Any, path: Path) -> None:
