@@ -179,6 +179,14 @@ median, IQM (mean of the middle half), P(better): 95% percentile bootstrap over 
 difference, better in pairs: of runs with the same PRNG key, 95% interval by Student's t"""
 
 
+def test_last_values_at_different_steps_are_told(tmp_path):
+    save_runs(tmp_path, {0.1: [1.0, 2.0]}, steps=3)
+    save_runs(tmp_path, {0.2: [1.0, 2.0]}, steps=5)
+    found = lox.compare(tmp_path, "loss")
+    assert found.methods[0] == "score of a run: its last value, at step 2 to 4: runs did not end at the same"
+    assert lox.compare(tmp_path, "loss", at=2).methods[0] == "score of a run: its value at 2"
+
+
 def test_logs_by_group():
     def train(rate):
         def run(prng_key):

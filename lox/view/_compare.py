@@ -348,6 +348,8 @@ class _Scored:
         finite = [lane for lane, score in enumerate(scores) if math.isfinite(score)]
         self.by_run = dict(zip(curve.lanes, scores, strict=True))
         self.lost = tuple(run for run, score in self.by_run.items() if not math.isfinite(score))
+        self.last = [float(curve.x[there][-1]) for there in curve.there if there.any()]
+        self.step = curve.step
         self.scores = np.array([scores[lane] for lane in finite])
         self.layers = [layers[lane] for lane in finite]
         self.everyone = list(zip(identities, layers, strict=True))
@@ -507,6 +509,9 @@ def _methods(scored: Sequence[_Scored], pairs: Sequence[Pair], at: At, strata: A
         "mean: 95% interval by Student's t",
         f"median, IQM (mean of the middle half), P(better): 95% percentile bootstrap over runs, {draws} draws{within}",
     ]
+    ends = [last for one in scored for last in one.last]
+    if at == "last" and min(ends) < max(ends):
+        texts[0] += f", at {scored[0].step} {min(ends):g} to {max(ends):g}: runs did not end at the same"
     if any(pair.paired for pair in pairs):
         texts.append("difference, better in pairs: of runs with the same PRNG key, 95% interval by Student's t")
     if any(not pair.paired for pair in pairs):
