@@ -208,7 +208,7 @@ def test_efficiency_is_the_interquartile_mean_over_steps(runs):
     found = lox.compare(runs, "loss")
     values = np.stack([runs[name]["loss"] for name in found.groups[1].scores])
     np.testing.assert_allclose(found.efficiency["lr=0.3"].center, stats.trim_mean(values, 0.25, axis=0))
-    assert found.step == "step"
+    assert found.curves["lr=0.3"].step == "step"
 
 
 ERRORS = {

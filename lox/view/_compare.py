@@ -6,6 +6,7 @@ key where there are such. Every number says over how many runs it is, and how it
 """
 
 import dataclasses
+import functools
 import glob
 import html
 import itertools
@@ -96,17 +97,22 @@ class Comparison:
         key: What was compared.
         groups: The scores of each group.
         pairs: Each group compared with each other.
-        efficiency: For each group, its interquartile mean over the steps, with a band.
+        curves: The curves behind the scores, by group.
+        better: Which scores are better.
         methods: How it was computed, in words.
     """
 
     key: str
     groups: tuple[GroupScores, ...]
     pairs: tuple[Pair, ...]
-    efficiency: dict[str, Band]
-    step: str
+    curves: dict[str, Curve]
     better: str
     methods: tuple[str, ...]
+
+    @functools.cached_property
+    def efficiency(self) -> dict[str, Band]:
+        """For each group, its interquartile mean over the steps, with a 95% band."""
+        return {name: _bands.band(curve, "iqm") for name, curve in self.curves.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the curves as plain values, for JSON; NaN is None."""
@@ -244,8 +250,7 @@ def compare(
     groups = tuple(one.summary(draws, generator) for one in scored)
     pairs = tuple(_compared(a, b, better, paired, draws, generator) for a, b in itertools.combinations(scored, 2))
     methods = _methods(scored, pairs, at, strata, draws)
-    efficiency = {name: _bands.band(curve, "iqm") for name, curve, _, _ in lanes}
-    return Comparison(key, groups, pairs, efficiency, lanes[0][1].step, better, methods)
+    return Comparison(key, groups, pairs, {name: curve for name, curve, _, _ in lanes}, better, methods)
 
 
 # --- which lanes ---

@@ -396,7 +396,7 @@ def plot_comparison(found: "Comparison", path: str | os.PathLike[str] | None, ti
         colour = COLOURS[row % len(COLOURS)]
         axes.plot(band.x, band.center, color=colour, label=_plain(name), linewidth=1.5)
         axes.fill_between(band.x, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
-    _label(axes, "IQM over steps", axis_label(found.step), Style())
+    _label(axes, "IQM over steps", axis_label(next(iter(found.curves.values())).step), Style())
     figure.supxlabel(_plain("; ".join(found.methods)), fontsize="xx-small", color="#666666", wrap=True)
     figure.suptitle(_plain(title or f"{found.key}, {found.better} is better"))
     if path is not None:
