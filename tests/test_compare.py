@@ -253,3 +253,19 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path):
     found = lox.compare(tmp_path, "x")
     assert "\x1b" not in str(found) and "<script>" not in found._repr_html_()
     assert _compare.Estimate(1.0, 0.5, 2.0).__str__() == "1 [0.5, 2]"
+
+
+def test_the_picture_has_the_intervals(runs, tmp_path):
+    matplotlib = package("matplotlib")
+    assert matplotlib.__version__
+    found = lox.compare(runs, "loss", better="lower")
+    figure = found.plot(tmp_path / "compared.svg")
+    assert [axes.get_title() for axes in figure.axes] == ["mean", "median", "IQM", "IQM over steps"]
+    bar, _ = figure.axes[2].lines[:2]
+    assert list(bar.get_xdata()) == [found.groups[0].iqm.low, found.groups[0].iqm.high]
+    curve = figure.axes[3].lines[1]
+    np.testing.assert_array_equal(curve.get_ydata(), found.efficiency["lr=0.3"].center)
+    text = (tmp_path / "compared.svg").read_text()
+    assert "lr=0.1 (n=8)" in text and "loss, lower is better" in text
+    with pytest.raises(lox.OptionError, match=r"cannot draw a comparison to 'x.html': choose .png, .svg or .pdf"):
+        found.plot("x.html")
