@@ -445,7 +445,7 @@ def test_a_broken_filter_says_why(browser, tmp_path):
     with served(tmp_path) as address:
         browser.get("about:blank")
         browser.get(f"{address}/#where=lr%3Efast")
-        problem = "the filter 'lr>fast' compares with 'fast', which is not a number."
+        problem = "'lr>fast' compares with 'fast', which is not a number."
         until(lambda: browser.find_element("css selector", "#filter-problem").text == problem, problem)
 
 
