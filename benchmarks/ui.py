@@ -5,8 +5,8 @@
     python benchmarks/ui.py sweep      # 1,024 runs with 100 keys and 100 events each
 
 Every server is started anew and asked for one key of all runs, again and again until the answer is complete: that is
-the time to data. Then it is asked once more, with everything in memory. In the browser (chromium, headless), the time
-counts from the address to the last answer with data for the first screen; for lox also to the first chart. What each
+the time to data. Then it is asked once more, with everything in memory. In the browser (chromium, headless; with
+a server that has read nothing yet), the time counts from the address to the last answer with data for the first screen; for lox also to the first chart. What each
 sends is not the same: lox sends means and bands over all lanes, two points per pixel; TensorBoard all points of all
 runs (here it keeps all of them; by default it samples 1,000 of each); Trackio at most 3,000 points of each run.
 """
@@ -208,14 +208,20 @@ def memory(process: subprocess.Popen[bytes]) -> float:
     return total / 1024
 
 
-def measure(contestant: Contestant, size: Size, folder: Path, browser: bool) -> dict[str, Any]:
+@contextlib.contextmanager
+def started(contestant: Contestant, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes], float]]:
+    """Start a server; give its address when it answers, and how long that took."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     env = environment(folder if contestant.name == "Trackio" else None)
     start = time.perf_counter()
     with running(contestant.server(folder, port), env) as process:
         waited(lambda: get(address + "/"), process)
-        up = time.perf_counter() - start
+        yield address, process, time.perf_counter() - start
+
+
+def measure(contestant: Contestant, size: Size, folder: Path, browser: bool) -> dict[str, Any]:
+    with started(contestant, folder) as (address, process, up):
 
         def complete() -> bool:
             return contestant.data(address, size)[0]
@@ -229,7 +235,10 @@ def measure(contestant: Contestant, size: Size, folder: Path, browser: bool) -> 
             _, length = contestant.data(address, size)
             again.append(time.perf_counter() - asked)
         found = {"start": up, "data": first, "again": min(again), "kB": length / 1000, "MB": memory(process)}
-        return {**found, **(in_browser(contestant, address) if browser else {})}
+    if browser:
+        with started(contestant, folder) as (address, _, _):  # another one, which has read nothing yet
+            found |= in_browser(contestant, address)
+    return found
 
 
 def in_browser(contestant: Contestant, address: str) -> dict[str, float]:

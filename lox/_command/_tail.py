@@ -14,6 +14,7 @@ from lox._command import _choose, _print
 from lox._data._logdict import logdict
 from lox.loggers._files import _rows
 from lox.store._reader import Reader, _Polled
+from lox.store._schema import WALL
 from lox.view import _filter
 
 _WALL = "wall"
@@ -122,7 +123,10 @@ def _go_to_the_end(reader: Reader, backlog: int) -> None:
             while batches and rows < backlog:
                 batches -= 1
                 rows += segment.rows[batches]
-            reader._cursor._polled[group.id, segment.file.name] = _Polled(batches, -math.inf)
+            # The time of the last batch tells what was seen, should the group be merged with others.
+            before = [(batches - 1, 0, segment.rows[batches - 1])] if batches else []
+            until = float(segment.read([WALL], before)[0].max()) if before else -math.inf
+            reader._cursor._polled[group.id, segment.file.name] = _Polled(batches, until)
 
 
 def _events(name: str, logs: logdict) -> Iterator[Event]:

@@ -272,6 +272,15 @@ class Reader:
         finally:
             self._wall, self._attempts = before
 
+    def identity(self, name: str) -> tuple[Any, ...]:
+        """Return what tells the attempts at a run apart from those at others that had its name; empty without a run."""
+        record = self._catalog.records.get(name)
+        return () if record is None else tuple((entry.opened, entry.part) for entry in record.entries)
+
+    def has_attempts(self, name: str) -> bool:
+        """Tell whether there was more than one attempt at a run."""
+        return len(self._catalog.records[name].attempts()) > 1
+
     def resumed(self, name: str) -> bool:
         """Tell whether a later attempt at a run may have replaced events of an earlier one."""
         return any(entry.resumed is not None for entry in self._catalog.records[name].entries)

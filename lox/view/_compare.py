@@ -357,6 +357,8 @@ class _Scored:
         self.step = curve.step
         self.scores = np.array([scores[lane] for lane in finite])
         self.layers = [layers[lane] for lane in finite]
+        self.ends = [curve.x[there][-1] for there in curve.there if there.any()]
+        self.step = curve.step
         self.everyone = list(zip(identities, layers, strict=True))
         self.place = {self.everyone[lane]: n for n, lane in enumerate(finite)}
 
@@ -396,7 +398,9 @@ def _score(curve: Curve, lane: int, at: At, better: str) -> float:
     values, x = curve.values[lane][curve.there[lane]], curve.x[curve.there[lane]]
     run = curve.lanes[lane]
     if not len(values):
-        raise _errors.KeyNotFoundError(f"the run {run!r} has no {curve.name!r}, so it has no score.")
+        raise _errors.KeyNotFoundError(
+            f"the run {run!r} has no {curve.name!r}, so it has no score. Choose runs that have it with `where`."
+        )
     if callable(at):
         return float(at(values))
     if at == "last":
@@ -417,7 +421,7 @@ def _score(curve: Curve, lane: int, at: At, better: str) -> float:
 
 
 def _is_number(at: Any) -> bool:
-    return isinstance(at, int | float) and not isinstance(at, bool)
+    return isinstance(at, int | float | np.integer | np.floating) and not isinstance(at, bool)
 
 
 # --- pairs ---
@@ -507,6 +511,9 @@ def _welch(a: Array, b: Array) -> tuple[float, float]:
 def _methods(scored: Sequence[_Scored], pairs: Sequence[Pair], at: At, strata: Any, draws: int) -> tuple[str, ...]:
     what = {"last": "its last value", "best": "its best value", "mean": "the mean of its values"}
     score = "a function of its values" if callable(at) else what.get(str(at), f"its value at {at}")
+    ends = [end for one in scored for end in one.ends]
+    if at == "last" and min(ends) < max(ends):
+        score += f", which is at {scored[0].step}={min(ends):g} to {max(ends):g}: not all runs got equally far"
     names = [strata] if isinstance(strata, str) else list(strata or ())
     within = f", within strata of equal {_errors.listing(names)}" if names else ""
     texts = [

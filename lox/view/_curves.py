@@ -239,7 +239,7 @@ def _on_points(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Put the events of all lanes on common points; also return the lane and the point of every valid event."""
     lanes, events = valid.shape
-    if valid.all() and (at == at[:1]).all() and (np.diff(at[0]) > 0).all():
+    if valid.all() and (at == at[:1]).all() and (at[0, 1:] > at[0, :-1]).all():  # differences of uint wrap
         place = np.divmod(np.arange(lanes * events), events)
         return at[0], values, valid, place
     lane, _ = np.nonzero(valid)

@@ -98,12 +98,22 @@ def text_of(value: Any) -> str:
 
 def identity(value: Any) -> str:
     """Return a text that is the same for equal values; 0.1 may have been a float32."""
-    if isinstance(value, float) and np.isfinite(value):
-        with np.errstate(over="ignore", under="ignore"):
-            short = np.float32(value)
-        # Beyond the range of a float32, the number itself.
-        return f"{short:.6g}" if np.isfinite(short) and (short or not value) else repr(value)
-    return json.dumps(value, sort_keys=True)
+    return json.dumps(_exact(value), sort_keys=True)
+
+
+def _exact(value: Any) -> Any:
+    """Return the number that was meant, as an integer if it is one: 0.1 of what was 0.1 as a float32."""
+    if isinstance(value, list):
+        return [_exact(x) for x in value]
+    if isinstance(value, dict):
+        return {name: _exact(x) for name, x in value.items()}
+    if not isinstance(value, float) or not np.isfinite(value):
+        return value
+    if value.is_integer():
+        return int(value)
+    with np.errstate(over="ignore", under="ignore"):
+        short = np.float32(value)
+    return float(str(short)) if float(short) == value else value
 
 
 def _titles(configs: Sequence[Mapping[str, Any]], names: list[str] | None) -> list[str]:

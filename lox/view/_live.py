@@ -245,40 +245,66 @@ class Key:
         self.problem = ""
         self._cursor = Cursor()
         self._splitter = Splitter("The page", "elements")
-        self._identities: dict[str, Any] = {}  # of runs: when they began, and how many attempts they had
+        self._identities: dict[str, Any] = {}  # of runs: their attempts
+        self._forms: dict[str, Any] = {}  # of runs: what their arrays are like, or None if they are not all alike
 
     def size(self) -> int:
         """Return how many numbers are kept, about."""
         return sum(lane.size * (1 + len(lane.steps)) for t in self.tracks.values() for lane in t.lanes.values())
 
-    def follow(self, reader: Reader, runs: Mapping[str, Run]) -> None:
+    def follow(self, reader: Reader) -> None:
         """Read what is new since the last time, as of the last refresh of the reader."""
         pattern = glob.escape(self.name)
         news = reader.poll(pattern, since=self._cursor, wall=True, refresh=False)
-        for name, (opened, attempts) in list(self._identities.items()):
-            run = runs.get(name)
-            if run is None or run.opened != opened:  # gone, or overwritten by another
+        for name, known in list(self._identities.items()):
+            now = reader.identity(name)
+            if now[: len(known)] != known:  # gone, overwritten by another, or some attempts are gone
                 self._forget(name)
-            elif run.attempts != attempts and reader.resumed(name):
+                news |= {name: logdict()} if now else {}
+            elif now != known and reader.resumed(name):
                 news.setdefault(name, logdict())
         for name, logs in news.items():
-            if name not in runs:
-                continue
-            self._identities[name] = runs[name].opened, runs[name].attempts
-            if not reader.resumed(name):
+            self._identities[name] = reader.identity(name)
+            if not reader.has_attempts(name) and self._is_alike(name, logs) and self._is_later(name, logs):
                 self._add(name, logs)
                 continue
-            # What a later attempt has computed again replaces events that were read before.
-            self._forget(name, but_identity=True)
-            self._add(name, reader.load(name, pattern, wall=True))
-            self._add_replaced(name, reader.load(name, pattern, wall=True, attempts="replaced"))
+            # What a later attempt has computed again replaces events that were read before; and what comes late, or
+            # does not fit into one array with the rest, has another place or another name in the whole.
+            whole = reader.load(name, pattern, wall=True)
+            self._forget(name)
+            self._identities[name] = reader.identity(name)
+            self._is_alike(name, whole)
+            self._add(name, whole)
+            if reader.resumed(name):
+                self._add_replaced(name, reader.load(name, pattern, wall=True, attempts="replaced"))
+        self.tracks = {name: track for name, track in self.tracks.items() if track.lanes or track.replaced}
 
-    def _forget(self, run: str, but_identity: bool = False) -> None:
+    def _is_alike(self, run: str, logs: logdict) -> bool:
+        """Tell whether all events of a run fit into one array, as far as it is known: else they have several names."""
+        form = [
+            (
+                bundle.treedefs,
+                [(x.flags, np.shape(x.tree)[1:]) for x in bundle.values],
+                [x.flags for x in bundle.steps.values() if any(x.flags)],
+            )
+            for bundle in logs.to_bundles()
+        ]
+        alike = len(form) == 1 and self._forms.get(run, form) == form
+        self._forms[run] = form if alike else None
+        return alike
+
+    def _is_later(self, run: str, logs: logdict) -> bool:
+        """Tell whether events come after all that are known of a run."""
+        first = min((x.min(initial=math.inf) for x in logs.steps.get(WALL, {}).values()), default=math.inf)
+        lanes = [track.lanes[run].steps[WALL].array() for track in self.tracks.values() if run in track.lanes]
+        return all(first > at.max(initial=-math.inf) for at in lanes)
+
+    def _forget(self, run: str) -> None:
         for track in self.tracks.values():
             track.lanes.pop(run, None)
             track.replaced.pop(run, None)
-        if not but_identity:
-            del self._identities[run]
+        self._identities.pop(run, None)
+        self._forms.pop(run, None)
 
     def _add(self, run: str, logs: logdict) -> None:
         for one, steps in self._series(logs):
@@ -313,7 +339,8 @@ class Key:
                 name: np.where(missing[name], np.nan, x) if name in missing and missing[name].any() else x
                 for name, x in own.items()
             }
-            yield one, {name: x.astype(np.float64) for name, x in steps.items()}
+            floats = {name: x.astype(np.float64) for name, x in steps.items()}
+            yield one, {name: np.where(np.isinf(x), np.nan, x) for name, x in floats.items()}  # which has no place
 
 
 def _plain(logs: logdict, key: str) -> Series | None:
@@ -363,6 +390,8 @@ class Live:
         self.problems: list[str] = []
         self.infos: dict[str, RunInfo] = {}
         self.keys: dict[str, Any] = {}
+        self.turns = 0  # how often something happened to runs other than that they grew
+        self._fates: dict[str, Any] = {}
         self._lock = threading.RLock()
         self._read: dict[str, Key] = {}
         self._views: dict[Any, View] = {}
@@ -381,30 +410,36 @@ class Live:
                         self.version += 1
 
     def refresh(self) -> dict[str, Any]:
-        """Look for new runs and events; return the version of the table of runs, and how many rows each key has."""
+        """Look for new runs and events; return the version of the table of runs, and what changes with each key."""
         with self._alone():
             self.reader.refresh()
             before = self.infos
-            self.infos = {}
+            infos: dict[str, RunInfo] = {}
             changed = False
             for run in self.reader.runs():
                 old = before.get(run.name)
                 same = old is not None and (old.run.opened, old.run.attempts) == (run.opened, run.attempts)
                 if old is not None and same and old.state != "running":
-                    self.infos[run.name] = old
+                    infos[run.name] = old
                     continue
                 last = run.last
                 info = RunInfo(run, run.events, run.state, last.timestamp() if last else math.nan, self.version + 1)
                 if old is not None and same and (old.events, old.state) == (info.events, info.state):
                     info = old
                 changed = changed or info is not old
-                self.infos[run.name] = info
+                infos[run.name] = info
+            self.infos = infos  # only now: with an error before, it is what it was
+            # Of runs that were overwritten, resumed, removed, or have ended, every key may look different.
+            fates = {name: (self.reader.identity(name), info.state) for name, info in infos.items()}
+            if any(fates.get(name) != fate for name, fate in self._fates.items()):
+                self.turns += 1
+            self._fates = fates
             keys = self.reader.logged()
             shape = lambda found: {name: (key.steps, key.structure) for name, key in found.items()}  # noqa: E731
             if changed or before.keys() != self.infos.keys() or shape(keys) != shape(self.keys):
                 self.version += 1
             self.keys = keys
-            return {"version": self.version, "keys": {name: key.rows for name, key in keys.items()}}
+            return {"version": self.version, "keys": {name: (self.turns, key.rows) for name, key in keys.items()}}
 
     def groups(self, by: Sequence[str] | None, where: str) -> list[_groups.Group]:
         """Return the groups of the runs that a filter chooses."""
@@ -423,7 +458,7 @@ class Live:
                 raise _errors.KeyNotFoundError(f"there is no key {key!r} in {str(self.reader.path)!r}.")
             read = self._read.pop(key, None) or Key(key)
             self._read[key] = read  # the last one now
-            read.follow(self.reader, {name: info.run for name, info in self.infos.items()})
+            read.follow(self.reader)
             self._forget_old()
             return read
 

@@ -251,7 +251,7 @@ def _since(curves: list[_Drawing], since: str, digest: str, grid: Grid) -> list[
     if before != digest or any(curve.by_time for curve in curves):
         return None  # over time, all points move
     starts = []
-    for curve, version in zip(curves, versions.split("."), strict=True):
+    for curve, version in zip(curves, versions.split(".") if versions else [], strict=True):
         changed = curve.view.changed_since(int(version))
         if changed == -math.inf:
             return None

@@ -23,8 +23,11 @@ class Grid:
     @classmethod
     def of(cls, first: float, last: float, bins: int, log: bool = False) -> "Grid":
         """Return the finest grid with at most so many bins (and one more) between two points."""
-        span = math.log2(last / first) if log and first > 0 else last - first
-        return cls(math.ceil(math.log2(span / bins)) if span > 0 else -1074, log)
+        if log:
+            first, last = (math.log2(first), math.log2(last)) if 0 < first < last else (0.0, 0.0)
+        half = last / 2 - first / 2  # which is never infinite
+        # One point is in one bin of any width; in bins of 1, its number is finite.
+        return cls(math.ceil(math.log2(half / bins) + 1) if half > 0 else 0, log)
 
     def bins(self, x: np.ndarray) -> np.ndarray:
         """Return the number of the bin of each point."""
@@ -99,6 +102,7 @@ def reduced_lanes(x: np.ndarray, values: np.ndarray, grid: Grid) -> tuple[np.nda
     most = int(sizes.max(initial=0))
     if most <= 2:
         return x, values, most
+    values = np.where(np.isfinite(values), values, np.nan)  # what is not finite is no extreme
     low, high = np.fmin.reduceat(values, starts, axis=1), np.fmax.reduceat(values, starts, axis=1)
     ends = starts + sizes - 1
     falling = values[:, starts] > values[:, ends]

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import math
 import os
 import re
 import secrets
@@ -163,6 +164,8 @@ class Watcher:
             self._task = asyncio.create_task(self._watch())
         try:
             yield "retry: 2000\n\n"
+            if self._known:  # what was announced since the page was loaded, or while it was not connected
+                yield _message({"version": self._known[""], "keys": [[k, n] for k, n in self._known.items() if k]})
             while True:
                 try:
                     news = await asyncio.wait_for(queue.get(), _HEARTBEAT)
@@ -192,12 +195,16 @@ class Watcher:
                 known = found["keys"] | {"": found["version"]}
                 news = {"version": found["version"], "keys": keys} if known != self._known else None
                 self._known = known
-            except (_errors.LoxError, OSError) as error:  # which the page shows; the next look may succeed
-                news = {"problem": str(error)}
+            except Exception as error:  # any: the page shows it, and goes on being told what grows
+                news = {"problem": str(error) if isinstance(error, _errors.LoxError | OSError) else repr(error)}
             if news is not None:
                 for queue in self._listeners:
-                    queue.put_nowait(f"data: {json.dumps(news)}\n\n")
+                    queue.put_nowait(_message(news))
             await asyncio.sleep(self._period)
+
+
+def _message(news: dict[str, Any]) -> str:
+    return f"data: {json.dumps(news)}\n\n"
 
 
 def app(
@@ -381,6 +388,8 @@ def _options(query: Any) -> Options:
         raise _errors.OptionError(f"`smooth` is {smooth!r}; it must be from 0 to below 1.")
     if not bins >= 1:
         raise _errors.OptionError(f"`bins` is {bins!r}; it must be positive.")
+    if not all(math.isfinite(float(x)) for x in (low, high) if x is not None):
+        raise _errors.OptionError(f"`from` and `to` are {low!r} and {high!r}; they must be finite numbers.")
     return Options(
         name=query.get("name") or None,
         x=query.get("x") or None,
