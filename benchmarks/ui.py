@@ -5,10 +5,11 @@
     python benchmarks/ui.py sweep      # 1,024 runs with 100 keys and 100 events each
 
 Every server is started anew and asked for one key of all runs, again and again until the answer is complete: that is
-the time to data. Then it is asked once more, with everything in memory. In the browser (chromium, headless; with
-a server that has read nothing yet), the time counts from the address to the last answer with data for the first screen; for lox also to the first chart. What each
-sends is not the same: lox sends means and bands over all lanes, two points per pixel; TensorBoard all points of all
-runs (here it keeps all of them; by default it samples 1,000 of each); Trackio at most 3,000 points of each run.
+the time to data. Then it is asked once more, with everything in memory. In the browser (chromium, headless; with a
+server that has read nothing yet), the time counts from the address to the last answer with data for the first screen;
+for lox also to the first chart. What each sends is not the same: lox sends means and bands over all lanes, two points
+per pixel; TensorBoard all points of all runs (here it keeps all of them; by default it samples 1,000 of each); Trackio
+at most 3,000 points of each run.
 """
 
 import argparse

@@ -147,6 +147,29 @@ def test_runs_without_a_finite_score_are_named(tmp_path):
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["groups"][2]["mean"]["value"] is None
 
 
+def test_runs_that_failed_before_their_first_event_are_named(tmp_path):
+    save_runs(tmp_path, {0.1: [1.0, 2.0, 3.0], 0.2: [2.0, 3.0]})
+    for seed, rate in (2, 0.2), (0, 9.0):
+        with pytest.raises(RuntimeError), lox.SaveLogger(tmp_path) as logger:
+            logger.init(jax.random.key(seed), config={"lr": rate, "seed": seed})
+            raise RuntimeError
+    with pytest.warns(lox.LoxWarning, match=r"^left out, since no run has 'loss': 'lr=9'\.$"):
+        found = lox.compare(tmp_path, "loss", by="lr")
+    assert [(group.name, group.n, group.lost) for group in found.groups] == [("lr=0.1", 3, ()), ("lr=0.2", 2, ("2.1",))]
+    assert found.groups[1].mean.value == 2.5
+    assert found.pairs[0].paired == 2  # of the seeds that have both
+    assert found.methods[-1] == "left out, because they have no 'loss': 2.1 of lr=0.2"
+
+
+def test_runs_that_have_not_come_equally_far(tmp_path):
+    save_runs(tmp_path, {0.1: [1.0, 2.0]})
+    save_runs(tmp_path, {0.2: [3.0, 4.0]}, steps=9)
+    far = "; not all runs have come equally far: the last step is from 2 to 8"
+    assert lox.compare(tmp_path, "loss").methods[0] == f"score of a run: its last value{far}"
+    assert lox.compare(tmp_path, "loss", at="best").methods[0] == f"score of a run: its best value{far}"
+    assert lox.compare(tmp_path, "loss", at=2).methods[0] == "score of a run: its value at 2"
+
+
 def test_one_run_per_group_has_no_intervals(tmp_path):
     save_runs(tmp_path, {0.1: [1.0], 0.2: [2.0]})
     found = lox.compare(tmp_path, "loss")
@@ -177,14 +200,6 @@ score of a run: its last value
 mean: 95% interval by Student's t
 median, IQM (mean of the middle half), P(better): 95% percentile bootstrap over runs, 2000 draws
 difference, better in pairs: of runs with the same PRNG key, 95% interval by Student's t"""
-
-
-def test_last_values_at_different_steps_are_told(tmp_path):
-    save_runs(tmp_path, {0.1: [1.0, 2.0]}, steps=3)
-    save_runs(tmp_path, {0.2: [1.0, 2.0]}, steps=5)
-    found = lox.compare(tmp_path, "loss")
-    assert found.methods[0] == "score of a run: its last value, at step 2 to 4: runs did not end at the same"
-    assert lox.compare(tmp_path, "loss", at=2).methods[0] == "score of a run: its value at 2"
 
 
 def test_logs_by_group():

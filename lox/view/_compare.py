@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lox import _errors
-from lox._data import _statistics
+from lox._data import _sites, _statistics
 from lox._data._logdict import logdict
 from lox.store import Runs, load
 from lox.store._table import Where, flat_config
@@ -52,7 +52,8 @@ class GroupScores:
     Attributes:
         name: The group: `"lr=0.1"`.
         n: How many runs the statistics are over.
-        lost: The names of runs that are left out, because their score is NaN or infinite.
+        lost: The names of runs that are left out, because their score is NaN or infinite, or because they have none:
+            a run that failed before its first event.
         scores: The score of each run, by its name.
         mean: With the interval of Student's t.
         median: With a bootstrap interval.
@@ -249,7 +250,7 @@ def compare(
     generator = np.random.default_rng(seed)
     groups = tuple(one.summary(draws, generator) for one in scored)
     pairs = tuple(_compared(a, b, better, paired, draws, generator) for a, b in itertools.combinations(scored, 2))
-    methods = _methods(scored, pairs, at, strata, draws)
+    methods = _methods(scored, pairs, at, strata, draws, key, lanes[0][1].step)
     return Comparison(key, groups, pairs, {name: curve for name, curve, _, _ in lanes}, better, methods)
 
 
@@ -306,14 +307,18 @@ def _of_runs(runs: Runs, key: str, by: Any, strata: list[str], where: Where | No
         by = [name for name in known if name not in strata and not _groups.is_seed(name)]
     groups = _groups.groups(table, by, pooled=strata)
     whole = _curve_of(runs.only(names=list(infos)), key, x, "no run")
-    lanes = []
+    lanes, without = [], []
     for group in groups:
         curve = whole.of_lanes([whole.lanes.index(name) for name in group.runs])
         if curve is None:
-            raise _errors.KeyNotFoundError(f"no run of the group {group.name!r} has {key!r}.")
+            without.append(group.name)
+            continue
         identities = [_seed_of(infos[name], configs[name]) for name in group.runs]
         layers = [tuple(_groups.identity(configs[name].get(s)) for s in strata) for name in group.runs]
         lanes.append((group.name, curve, identities, layers))
+    if without:
+        # A sweep has settings that fail at once: they are no reason to say nothing of the others.
+        _sites.warn(f"left out, since no run has {key!r}: {_errors.listing(without)}.")
     return lanes
 
 
@@ -353,12 +358,10 @@ class _Scored:
         finite = [lane for lane, score in enumerate(scores) if math.isfinite(score)]
         self.by_run = dict(zip(curve.lanes, scores, strict=True))
         self.lost = tuple(run for run, score in self.by_run.items() if not math.isfinite(score))
-        self.last = [float(curve.x[there][-1]) for there in curve.there if there.any()]
-        self.step = curve.step
+        self.without = [run for run, there in zip(curve.lanes, curve.there, strict=True) if not there.any()]
+        self.ends = [float(curve.x[there][-1]) for there in curve.there if there.any()]
         self.scores = np.array([scores[lane] for lane in finite])
         self.layers = [layers[lane] for lane in finite]
-        self.ends = [curve.x[there][-1] for there in curve.there if there.any()]
-        self.step = curve.step
         self.everyone = list(zip(identities, layers, strict=True))
         self.place = {self.everyone[lane]: n for n, lane in enumerate(finite)}
 
@@ -398,9 +401,7 @@ def _score(curve: Curve, lane: int, at: At, better: str) -> float:
     values, x = curve.values[lane][curve.there[lane]], curve.x[curve.there[lane]]
     run = curve.lanes[lane]
     if not len(values):
-        raise _errors.KeyNotFoundError(
-            f"the run {run!r} has no {curve.name!r}, so it has no score. Choose runs that have it with `where`."
-        )
+        return math.nan  # it is left out, and named
     if callable(at):
         return float(at(values))
     if at == "last":
@@ -508,12 +509,15 @@ def _welch(a: Array, b: Array) -> tuple[float, float]:
 # --- words ---
 
 
-def _methods(scored: Sequence[_Scored], pairs: Sequence[Pair], at: At, strata: Any, draws: int) -> tuple[str, ...]:
+def _methods(
+    scored: Sequence[_Scored], pairs: Sequence[Pair], at: At, strata: Any, draws: int, key: str, step: str
+) -> tuple[str, ...]:
     what = {"last": "its last value", "best": "its best value", "mean": "the mean of its values"}
     score = "a function of its values" if callable(at) else what.get(str(at), f"its value at {at}")
     ends = [end for one in scored for end in one.ends]
-    if at == "last" and min(ends) < max(ends):
-        score += f", which is at {scored[0].step}={min(ends):g} to {max(ends):g}: not all runs got equally far"
+    if not _is_number(at) and min(ends) < max(ends):
+        # A run that was killed, or goes on, counts with what it has; nobody should have to guess that.
+        score += f"; not all runs have come equally far: the last {step} is from {min(ends):g} to {max(ends):g}"
     names = [strata] if isinstance(strata, str) else list(strata or ())
     within = f", within strata of equal {_errors.listing(names)}" if names else ""
     texts = [
@@ -521,17 +525,17 @@ def _methods(scored: Sequence[_Scored], pairs: Sequence[Pair], at: At, strata: A
         "mean: 95% interval by Student's t",
         f"median, IQM (mean of the middle half), P(better): 95% percentile bootstrap over runs, {draws} draws{within}",
     ]
-    ends = [last for one in scored for last in one.last]
-    if at == "last" and min(ends) < max(ends):
-        texts[0] += f", at {scored[0].step} {min(ends):g} to {max(ends):g}: runs did not end at the same"
     if any(pair.paired for pair in pairs):
         texts.append("difference, better in pairs: of runs with the same PRNG key, 95% interval by Student's t")
     if any(not pair.paired for pair in pairs):
         texts.append(f"difference{' without pairs' * (len(texts) > 3)}: 95% interval by Welch's t")
-    lost = [f"{run} of {one.name}" for one in scored for run in one.lost]
-    if lost:
-        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
-        texts.append(f"left out, because their score is not finite: {', '.join(lost[:8])}{more}")
+    for why, named in (
+        ("their score is not finite", lambda one: [run for run in one.lost if run not in one.without]),
+        (f"they have no {key!r}", lambda one: one.without),
+    ):
+        runs = [f"{run} of {one.name}" for one in scored for run in named(one)]
+        more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
+        texts += [f"left out, because {why}: {', '.join(runs[:8])}{more}"] if runs else []
     return tuple(texts)
 
 
