@@ -684,3 +684,17 @@ def test_the_browser_is_there_or_its_absence_is_said():
     """Where this is skipped, what people see was not tested."""
     if problem := browser.package():
         pytest.skip(problem)
+
+
+def test_histograms_with_other_bins_are_counted_and_left_out(tmp_path):
+    def save(seed, low):
+        logs = lox.spool(
+            lambda: lox.log({"h": lox.Histogram(np.arange(4.0, dtype=np.float32), 4, (low, 4.0))}, step=0)
+        )()[1]
+        lox.save(logs, tmp_path, jax.random.key(seed))
+
+    for seed, low in enumerate((0.0, 0.0, -4.0)):
+        save(seed, low)
+    with served(tmp_path) as address:
+        answer = json.loads(request(address, "/api/histogram?key=h")[2])
+    assert (answer["n"], answer["left_out"], answer["counts"]) == (2, 1, [[2, 2, 2, 2]])

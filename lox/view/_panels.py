@@ -288,11 +288,13 @@ def histogram(live: Live, key: str, groups: Sequence[Group], options: Options, g
         sums: dict[float, np.ndarray] = {}
         edges: np.ndarray = np.empty(0)
         lanes: dict[float, int] = {}
+        left_out = 0
         for run in runs:
             lane = track.lanes[run]
             for place, (counts, bins) in zip(lane.at(x).tolist(), lane.things, strict=True):
                 edges = edges if len(edges) else bins
                 if math.isnan(place) or not np.array_equal(bins, edges):
+                    left_out += 1
                     continue
                 sums[place] = sums[place] + counts if place in sums else counts.astype(np.float64)
                 lanes[place] = lanes.get(place, 0) + 1
@@ -310,6 +312,7 @@ def histogram(live: Live, key: str, groups: Sequence[Group], options: Options, g
             "group": group,
             "groups": list(own),
             "n": max(lanes.values(), default=0),
+            "left_out": left_out,
             "places": [places[i] for i in starts],
             "edges": numbers(edges[low : high + 1].astype(np.float64)),
             "counts": [numbers(row) for row in merged[:, low:high]],

@@ -406,7 +406,8 @@
       if (!this.body.contains(this.heat)) this.body.replaceChildren(this.heat, el("div", { class: "notes" }, this.which, " ", this.caption));
       options(this.which, answer.groups.map((name) => [name, name]), answer.group);
       this.which.hidden = answer.groups.length < 2;
-      this.caption.textContent = `${answer.places.length} columns over ${answer.x}, ${answer.n} ${answer.n === 1 ? "lane" : "lanes"} added up; colour: square root of the count`;
+      this.caption.textContent = `${answer.places.length} columns over ${answer.x}, ${answer.n} ${answer.n === 1 ? "lane" : "lanes"} added up; colour: square root of the count`
+        + (answer.left_out ? `; ${answer.left_out} with other bins, or without this step, are left out` : "");
       this.drawn = answer;
       heatmap(this.heat, answer);
     }
