@@ -481,6 +481,9 @@ def test_nothing_that_matters_is_cut_off_on_a_narrow_terminal(directory):
     for columns in (30, 60):
         out = on_terminal("ls", directory, columns=columns, environment={"NO_COLOR": "1"})
         assert "…" not in out and out.count("finished") == 4 and "began" in out
+        if columns == 60:  # lines end between two settings, and not in the middle of one
+            rows = out.partition("\n\n")[0].splitlines()
+            assert all(len(row) <= columns for row in rows) and "state finished" in out
         out = on_terminal("show", directory, columns=columns, environment={"NO_COLOR": "1"})
         out = out.replace("\n", "")
         assert "loss" in out and "0.007071" in out
