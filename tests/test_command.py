@@ -170,6 +170,20 @@ def test_what_lox_refuses_is_one_message_and_exit_code_1(command, directory, tmp
     assert err == f"error: there is no run '42' in '{directory}'. The runs are '0', '1', '0.1' and '1.1'.\n"
     code, out, err = command("show", directory, "-k", "los")
     assert (code, err) == (1, "error: no key matches 'los'. The keys are 'loss'. Did you mean 'loss'?\n")
+    code, out, err = command("compare", directory, "-k", "loss", "--by", "lr,seed")
+    assert code == 1 and err.endswith(" Name 'lr' and 'seed' one by one.\n")
+
+
+def test_runs_without_events_and_keys_in_scopes(command, tmp_path):
+    with pytest.raises(RuntimeError), lox.SaveLogger(tmp_path) as logger:
+        logger.init(jax.random.key(0))
+        raise RuntimeError
+    assert command("show", tmp_path)[1].endswith("\n\nno events\n")  # and none will come
+    assert command("show", tmp_path, "-k", "loss")[2] == "error: no key matches 'loss'. Nothing was logged.\n"
+    with lox.SaveLogger(tmp_path) as logger:
+        logger.log(logger.init(jax.random.key(1)), {"eval/return": 1.0})
+    expected = "error: no key matches 'eval'. The keys are 'eval/return'. Did you mean 'eval/*'?\n"
+    assert command("show", tmp_path, "-k", "eval")[2] == expected
 
 
 def test_a_name_may_be_typed_up_to_its_first_blank(command, tmp_path):
@@ -467,6 +481,9 @@ def test_nothing_that_matters_is_cut_off_on_a_narrow_terminal(directory):
     for columns in (30, 60):
         out = on_terminal("ls", directory, columns=columns, environment={"NO_COLOR": "1"})
         assert "…" not in out and out.count("finished") == 4 and "began" in out
+        if columns == 60:  # lines end between two settings, and not in the middle of one
+            rows = out.partition("\n\n")[0].splitlines()
+            assert all(len(row) <= columns for row in rows) and "state finished" in out
         out = on_terminal("show", directory, columns=columns, environment={"NO_COLOR": "1"})
         out = out.replace("\n", "")
         assert "loss" in out and "0.007071" in out

@@ -183,6 +183,24 @@ def test_the_page_has_the_numbers(directory):
     assert frame.startswith("<iframe srcdoc=") and "&lt;!doctype html&gt;" in frame
 
 
+def test_the_frame_in_notebooks_is_as_high_as_its_charts():
+    def height(logs, **options):
+        return int(re.search(r"height:(\d+)px", lox.plot(logs, **options)._repr_html_())[1])
+
+    logs = lox.logdict.from_arrays({"a": np.ones((3, 2)), "b": np.ones((3, 2))}, lanes=1)
+    stops = lox.logdict.from_arrays({"a": np.ones((3, 2))}, lanes=1, valid=np.array([[True] * 2] * 2 + [[True, False]]))
+    assert height(logs) == height(logs, key="a")  # side by side
+    assert height({"lr=1": logs, "lr=2": logs}, key="a") == height(logs) + 18  # another line in the legend
+    assert height(stops) == height(logs) + 16  # and one that says which lane stops
+    assert height({f"lr={n}": logs for n in range(100)}) < 500  # where legends scroll
+    assert height(lox.logdict({str(n): np.ones(3) for n in range(50)})) == 900
+
+
+def test_figures_are_shown_in_notebooks(logs):
+    assert matplotlib.__version__
+    assert lox.plot(logs).figure()._repr_png_().startswith(b"\x89PNG")
+
+
 def test_hostile_names_are_only_text(tmp_path):
     key = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
     logs = lox.logdict.from_arrays({key: np.ones((3, 2))}, lanes=1)

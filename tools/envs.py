@@ -226,6 +226,8 @@ def pip_install(python: Path, *arguments: str) -> None:
             # "Downloading https://.../jaxlib-0.12.0-cp313.whl (95.1 MB)": the name and the size.
             if match := re.match(r"\s*(Collecting|Downloading|Installing|Building|Processing)\b(.*)", line):
                 doing = f"{match[1].lower()} {re.sub(r'[^ ]*/', '', match[2]).strip()}"[:100]
+                if line.startswith("Installing collected packages"):  # names all of them, and then is silent
+                    doing = f"installing {line.count(',') + 1} packages"
             now = time.monotonic()
             if is_terminal:
                 text = f"  {now - start:4.0f} s  {doing}"[: shutil.get_terminal_size().columns - 1]
@@ -410,6 +412,8 @@ def main() -> int:
         case ["demo", *arguments]:  # without all that the tests need, so that it begins sooner
             return in_default("demo", ("ui",), "examples/demo.py", *arguments)
         case ["ui", *arguments]:
+            if not (ROOT / "lox-demo").exists():
+                sys.exit("there are no runs of the demo yet: `make demo` makes them")
             return in_default("demo", ("ui",), "-P", "-m", "lox", "ui", "lox-demo", *arguments)
         case ["lint"]:
             return int(lint(ready(NEWEST, newest())).failed > 0)

@@ -88,10 +88,11 @@ def keys(reader: Reader, names: Sequence[str], patterns: Sequence[str] = ()) -> 
         return there
     wanted = [key for key in there if _selection.matches(key, patterns)]
     if not wanted:
-        raise _errors.KeyNotFoundError(
-            f"no key matches {_errors.listing(patterns)}. The keys are {_errors.listing(there[:20])}."
-            f"{_errors.nearest(patterns[0], there)}"
-        )
+        hint = _errors.nearest(patterns[0], there)
+        if any(key.startswith(f"{patterns[0]}/") for key in there):
+            hint = f" Did you mean '{patterns[0]}/*'?"
+        known = f"The keys are {_errors.listing(there[:20])}." if there else "Nothing was logged."
+        raise _errors.KeyNotFoundError(f"no key matches {_errors.listing(patterns)}. {known}{hint}")
     text = _selection.unmatched("argnames", tuple(patterns), there)
     if text:
         reader._warn_once(text.replace("`argnames`", "--key", 1))

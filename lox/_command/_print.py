@@ -86,7 +86,20 @@ def rows(titles: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[s
     for row in rows:
         texts = [cell[0] if isinstance(cell, tuple) else cell for cell in row]
         line(texts[0], "bold")
-        line("    " + ", ".join(f"{title} {text}" for title, text in zip(titles[1:], texts[1:], strict=True) if text))
+        told = [f"{title} {text}" for title, text in zip(titles[1:], texts[1:], strict=True) if text]
+        for part in _in_lines(told, console().width - 4):
+            line("    " + part)
+
+
+def _in_lines(parts: Sequence[str], width: int) -> list[str]:
+    """Put parts side by side, and into another line where there is no room: none is broken in the middle."""
+    lines = [""]
+    for n, part in enumerate(parts):
+        part += "," if n + 1 < len(parts) else ""
+        if lines[-1] and len(lines[-1]) + 1 + len(part) > width:
+            lines.append("")
+        lines[-1] += f" {part}" if lines[-1] else part
+    return lines
 
 
 def _show(renderable: Any) -> None:

@@ -175,7 +175,7 @@ def print_run(run: Run, found: Sequence[Summary], width: int = 20) -> None:
     _print.line(f"run {run.name}", "bold")
     times = f"began {_print.local_time(run.opened)}"
     if run.first is not None and run.last is not None:
-        times += f", {_render.duration((run.last - run.first).total_seconds())} of events"
+        times += f", events over {_render.duration((run.last - run.first).total_seconds())}"
     attempts = f", {run.attempts} attempts" if run.attempts > 1 else ""
     resumed = f", {run.resumed}" if run.attempts > 1 and run.resumed else ""
     _print.line(f"{run.state}{resumed}{attempts}, {times}")
@@ -188,7 +188,7 @@ def print_run(run: Run, found: Sequence[Summary], width: int = 20) -> None:
     if found:
         _print_table([_row_of_run(s, width) for s in found], "last")
     else:
-        _print.line("no events yet")
+        _print.line(_nothing([run]))
 
 
 def print_group(title: str, runs: Sequence[Run], found: dict[str, list[Summary]], width: int = 20) -> None:
@@ -202,7 +202,11 @@ def print_group(title: str, runs: Sequence[Run], found: dict[str, list[Summary]]
     if by_key:
         _print_table([_row_of_group(of_key, width) for of_key in by_key.values()], "last ± std over runs")
     else:
-        _print.line("no events yet")
+        _print.line(_nothing(runs))
+
+
+def _nothing(runs: Sequence[Run]) -> str:
+    return "no events yet" if any(run.state == "running" for run in runs) else "no events"
 
 
 def grouped(of_runs: Sequence[Sequence[Summary]]) -> dict[str, list[Summary]]:

@@ -54,7 +54,9 @@ def groups(runs: Sequence[Run], by: str | Iterable[str] | None = None, pooled: I
         names, calls = [by] if isinstance(by, str) else list(by), [None] * len(runs)
         for name in names:
             if name not in known:
-                hint = _errors.nearest(name, known)
+                parts = [part.strip() for part in name.split(",")]
+                several = len(parts) > 1 and all(part in known for part in parts)
+                hint = f" Name {_errors.listing(parts)} one by one." if several else _errors.nearest(name, known)
                 has = f"The configs have {_errors.listing(known)}." if known else "The runs have no config."
                 raise _errors.OptionError(f"`by` names {name!r}, which is not in the config of any run. {has}{hint}")
     members: dict[Any, list[int]] = {}

@@ -64,13 +64,22 @@ def to_html(charts: "Sequence[Chart]", style: "Style", title: str | None = None)
     )
 
 
-def in_frame(page: str, charts: int) -> str:
+def in_frame(page: str, charts: "Sequence[Chart]", title: str | None = None) -> str:
     """Return a frame for notebooks that shows a page, apart from everything around it."""
-    height = min(900, 30 + 400 * (charts if charts < 2 else (charts + 1) // 2))
+    # A page in a sandbox cannot tell its height: this is that of two columns of charts, with legends and notes.
+    height = 30 + (50 if title is not None else 0)
+    for first in range(0, len(charts), 2):
+        height += max(map(_height, charts[first : first + 2]))
     return (
         f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" loading="lazy" '
-        f'style="width:100%;height:{height}px;border:none"></iframe>'
+        f'style="width:100%;height:{min(900, height)}px;border:none"></iframe>'
     )
+
+
+def _height(chart: "Chart") -> int:
+    """Return about how many pixels high a chart is, and the gap below it."""
+    marks = [mark for drawn in chart.groups for mark in _panels.marks(drawn.curve)[1].values()]
+    return 335 + min(18 * len(chart.groups), 100) + 16 * sum(n > 0 for n in marks)
 
 
 def _hash(text: str) -> str:

@@ -1,6 +1,8 @@
 """`lox.plot`: curves of every key, mean and band over lanes, as a picture or as a page of its own."""
 
 import dataclasses
+import functools
+import io
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,7 +94,7 @@ class Plot:
         """For notebooks: the page, in a frame."""
         from lox.view import _html
 
-        return _html.in_frame(self.to_html(), len(self.charts))
+        return _html.in_frame(self.to_html(), self.charts, self.title)
 
     def __repr__(self) -> str:
         names = _errors.listing([_errors.printable(chart.name) for chart in self.charts[:8]])
@@ -266,7 +268,15 @@ def _matplotlib() -> Any:
 
 def _new_figure(width: float, height: float) -> Any:
     # Not by pyplot, which keeps every figure and chooses a display.
-    return _matplotlib().figure.Figure(figsize=(width, height), layout="constrained", dpi=120)
+    figure = _matplotlib().figure.Figure(figsize=(width, height), layout="constrained", dpi=120)
+    figure._repr_png_ = functools.partial(_png, figure)  # or a notebook shows no more than its size
+    return figure
+
+
+def _png(figure: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def _figure(charts: Sequence[Chart], style: Style, title: str | None) -> Any:
