@@ -245,3 +245,13 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path):
     found = lox.compare(tmp_path, "x")
     assert "\x1b" not in str(found) and "<script>" not in found._repr_html_()
     assert _compare.Estimate(1.0, 0.5, 2.0).__str__() == "1 [0.5, 2]"
+
+
+def test_last_values_at_different_steps_are_said(tmp_path):
+    for seed, steps in enumerate((10, 10, 3)):
+        logs = lox.logdict.from_arrays({"loss": np.arange(float(steps))}, steps={"step": np.arange(steps)})
+        lox.save(logs, tmp_path, jax.random.key(seed), config={"lr": seed % 2})
+    runs = lox.load(tmp_path)
+    assert "its last value, which is at step=2 to 9: not all runs got equally far" in str(lox.compare(runs, "loss"))
+    assert "equally far" not in str(lox.compare(runs, "loss", at=np.int64(2)))
+    assert [group.mean.value for group in lox.compare(runs, "loss", at=np.float32(1)).groups] == [1.0, 1.0]

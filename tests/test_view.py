@@ -311,3 +311,31 @@ def test_quantiles_without_nan(q):
     np.testing.assert_array_equal(_statistics.quantile(values, q), np.quantile(values, q, axis=0))
     values[np.random.default_rng(1).random(values.shape) < 0.3] = np.nan
     np.testing.assert_allclose(_statistics.quantile(values, q), np.nanquantile(values, q, axis=0), rtol=1e-14)
+
+
+def test_steps_without_a_sign_are_sorted():
+    """The difference of two of them is never negative."""
+    logs = lox.logdict.from_arrays({"x": np.arange(4.0)}, steps={"step": np.array([5, 3, 4, 3], np.uint32)})
+    (curve,) = _curves.curves(logs)
+    assert curve.x.tolist() == [3, 3, 4, 5] and curve.values.tolist() == [[1, 3, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "count"),
+    [
+        ([1234567.0, 1234568.0], 2),
+        ([0.12345678, 0.12345679], 2),
+        ([1000000, 1000000.0], 1),
+        ([0.1, np.float32(0.1)], 1),
+        ([[0.1, 1], [np.float32(0.1), 1.0]], 1),
+        ([1, True], 2),
+        ([1, "1"], 2),
+        ([None, 0], 2),
+        ([1e300, 1.1e300], 2),
+    ],
+)
+def test_values_are_the_same_if_they_are_equal(tmp_path, values, count):
+    for n, value in enumerate(values):
+        lox.save({"x": 1.0}, tmp_path, jax.random.key(n), config={"value": value})
+    assert len(_groups.groups(lox.runs(tmp_path))) == count
+    assert len(_groups.groups(lox.runs(tmp_path), "value")) == count
