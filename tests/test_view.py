@@ -339,3 +339,12 @@ def test_values_are_the_same_if_they_are_equal(tmp_path, values, count):
         lox.save({"x": 1.0}, tmp_path, jax.random.key(n), config={"value": value})
     assert len(_groups.groups(lox.runs(tmp_path))) == count
     assert len(_groups.groups(lox.runs(tmp_path), "value")) == count
+
+
+@pytest.mark.parametrize("names", [("step", "episode"), ("episode", "step")])
+def test_the_order_of_steps_does_not_decide_which_events_have_one(names):
+    """The second event has neither of them, or a step of -1: it is where it would be if there were no episodes."""
+    steps = {"step": np.array([0, -1, 1]), "episode": np.array([0, -1, -1])}
+    logs = lox.logdict.from_arrays({"x": np.arange(3.0)}, steps={name: steps[name] for name in names})
+    (curve,) = _curves.curves(logs)
+    assert curve.x.tolist() == [-1, 0, 1] and curve.values.tolist() == [[1, 0, 2]]
