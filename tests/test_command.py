@@ -26,7 +26,7 @@ from optional import duckdb, package, pandas, polars, pyarrow
 import lox
 
 typer = pytest.importorskip("typer", reason="typer is not installed")
-from lox._command import _app, _choose  # noqa: E402
+from lox._command import _app, _choose, _tail  # noqa: E402
 from lox.view import _filter  # noqa: E402
 
 package("pyarrow.parquet")
@@ -395,6 +395,54 @@ def test_tail_until_finished_has_everything(tmp_path):
     writer.close()
     lines += tail.communicate(timeout=60)[0].splitlines()
     assert tail.returncode == 0 and [json.loads(line)["values"]["x"] for line in lines] == list(range(50))
+
+
+@pytest.mark.parametrize("backlog", [0, 3])
+@pytest.mark.parametrize("seed", range(int(os.environ.get("LOX_FUZZ", "6"))))
+def test_tail_neither_loses_nor_doubles_events(tmp_path, seed, backlog):
+    """Runs begin, log, end, go on and are merged while somebody looks."""
+    rng = np.random.default_rng(seed)
+    logged, writers = [], []
+
+    def happen():
+        what = rng.choice(["begin", "log", "log", "log", "flush", "close", "compact"])
+        if what == "begin" or not writers:
+            mode = str(rng.choice(["new", "append"]))
+            writer = lox.store.Writer(tmp_path)
+            writers.append((writer, writer.open_run(f"run{rng.integers(3)}", mode=mode)))
+        elif what == "log":
+            writer, run = writers[rng.integers(len(writers))]
+            key = str(rng.choice(["a", "b"]))
+            writer.append(run, {key: rng.choice([np.int32, np.float32])(len(logged))})
+            logged.append(float(len(logged)))
+        elif what == "compact":
+            lox.store.compact(tmp_path)
+        elif what == "flush":
+            writers[rng.integers(len(writers))][0].flush()
+        else:
+            writers.pop(rng.integers(len(writers)))[0].close()
+
+    def close():
+        while writers:
+            writers.pop()[0].close()
+
+    for _ in range(20):
+        happen()
+    close()
+    before, looks = len(logged), 0
+
+    def ends(names):
+        nonlocal looks
+        looks += 1
+        happen() if 1 < looks < 60 else close()
+        return looks == 60
+
+    reader = lox.store.Reader(tmp_path)
+    reader._wall = True
+    reader.refresh()
+    found = [e for events in _tail.follow(reader, (), (), (), backlog, 0.0, ends) for e in events]
+    seen = [float(value) for event in found for value in event.values.values()]
+    assert sorted(seen) == logged[max(0, before - backlog) :]
 
 
 # --- files that are not whole ---

@@ -284,3 +284,13 @@ def test_the_picture_has_the_intervals(runs, tmp_path):
     assert "lr=0.1 (n=8)" in text and "loss, lower is better" in text
     with pytest.raises(lox.OptionError, match=r"cannot draw a comparison to 'x.html': choose .png, .svg or .pdf"):
         found.plot("x.html")
+
+
+def test_last_values_at_different_steps_are_said(tmp_path):
+    for seed, steps in enumerate((10, 10, 3)):
+        logs = lox.logdict.from_arrays({"loss": np.arange(float(steps))}, steps={"step": np.arange(steps)})
+        lox.save(logs, tmp_path, jax.random.key(seed), config={"lr": seed % 2})
+    runs = lox.load(tmp_path)
+    assert "not all runs have come equally far: the last step is from 2 to 9" in str(lox.compare(runs, "loss"))
+    assert "equally far" not in str(lox.compare(runs, "loss", at=np.int64(2)))
+    assert [group.mean.value for group in lox.compare(runs, "loss", at=np.float32(1)).groups] == [1.0, 1.0]

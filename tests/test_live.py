@@ -97,12 +97,24 @@ class Page:
             same = ("name", "color", "lanes", "n", "lost", "method", "points", "marks", "marked", "replaced")
             for name in same:
                 assert str(mine.get(name)) == str(theirs.get(name)), name
+            if self.options.range and theirs["x"]:  # the point before the part that is shown may be an older one
+                mine = _from(mine, theirs["x"][0], ARRAYS)
+                if "single" in mine and theirs["single"]["x"]:
+                    first = theirs["single"]["x"][0]
+                    cut = int(np.searchsorted(mine["single"]["x"], first))
+                    values = [v[cut:] for v in mine["single"]["values"]]
+                    mine["single"] = {**mine["single"], "x": mine["single"]["x"][cut:], "values": values}
             for name in ARRAYS:
                 _same(mine.get(name, mine.get(name[:-6])), theirs.get(name, theirs.get(name[:-6])), name)
             if "single" in theirs:
                 assert mine["single"]["names"] == theirs["single"]["names"]
                 _same(mine["single"]["x"], theirs["single"]["x"], "x of lanes")
                 _same(mine["single"]["values"], theirs["single"]["values"], "lanes")
+
+
+def _from(group: dict[str, Any], first: float, names: tuple[str, ...]) -> dict[str, Any]:
+    cut = int(np.searchsorted(group["x"], first))
+    return {**group, **{name: group[name][cut:] for name in names if name in group}}
 
 
 def _same(a: Any, b: Any, name: str) -> None:
@@ -200,9 +212,9 @@ class World:
         at = np.maximum(0, self.next.get(place, 0) + np.cumsum(jumps))  # -1 would stand for no step
         self.next[place] = int(at[-1])
         steps: dict[str, Any] = {}
-        if rng.random() < 0.95:
+        if key != "late":  # an event without any step, of a key that has some, cannot be told from one at -1
             steps["step"] = at.astype(np.float32 if rng.random() < 0.05 else np.int32)
-        if rng.random() < 0.3:
+        if rng.random() < 0.3 and key != "late":
             steps["episode"] = at // 3
         if together:
             valid = rng.random((events, lanes)) < 0.8 if rng.random() < 0.5 else None

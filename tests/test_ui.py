@@ -277,6 +277,48 @@ def test_growth_is_announced(tmp_path):
             listener.join(30)
 
 
+def test_who_comes_later_is_told_what_was_announced_before(tmp_path):
+    """Between the question for runs and that for news, something may have grown: another page has heard of it."""
+    save(tmp_path, 0, [1.0, 2.0])
+    with served(tmp_path, period=0.02) as address:
+        port = int(address.rpartition(":")[2])
+        connections = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(2)]
+        for connection in connections:
+            heard: list[bytes] = []
+            connection.sendall(f"GET /api/events HTTP/1.1\r\nHost: localhost:{port}\r\n\r\n".encode())
+            listener = threading.Thread(target=_listen, args=(connection, heard), daemon=True)
+            listener.start()
+            until(lambda heard=heard: b'"keys": [["loss", 2]]' in b"".join(heard), "what there is")
+        for connection in connections:
+            connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+
+def test_an_unexpected_error_does_not_end_the_news(tmp_path, monkeypatch):
+    save(tmp_path, 0, [1.0, 2.0])
+    refresh, looks = Live.refresh, []
+
+    def failing(self):
+        looks.append(1)
+        if len(looks) == 2:
+            raise RuntimeError("unexpected")
+        return refresh(self)
+
+    monkeypatch.setattr(Live, "refresh", failing)
+    with served(tmp_path, period=0.02) as address:
+        port = int(address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), 30) as connection:
+            connection.sendall(f"GET /api/events HTTP/1.1\r\nHost: localhost:{port}\r\n\r\n".encode())
+            heard: list[bytes] = []
+            listener = threading.Thread(target=_listen, args=(connection, heard), daemon=True)
+            listener.start()
+            until(lambda: b"RuntimeError('unexpected')" in b"".join(heard), "the problem")
+            save(tmp_path, 1, [1.0])
+            until(lambda: b'["loss", 3]' in b"".join(heard), "what came after it")
+            connection.shutdown(socket.SHUT_RDWR)
+            listener.join(30)
+
+
 def _listen(connection: socket.socket, heard: list[bytes]) -> None:
     while True:
         try:

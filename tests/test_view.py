@@ -330,3 +330,51 @@ def test_quantiles_without_nan(q):
     np.testing.assert_array_equal(_statistics.quantile(values, q), np.quantile(values, q, axis=0))
     values[np.random.default_rng(1).random(values.shape) < 0.3] = np.nan
     np.testing.assert_allclose(_statistics.quantile(values, q), np.nanquantile(values, q, axis=0), rtol=1e-14)
+
+
+def test_steps_without_a_sign_are_sorted():
+    """The difference of two of them is never negative."""
+    logs = lox.logdict.from_arrays({"x": np.arange(4.0)}, steps={"step": np.array([5, 3, 4, 3], np.uint32)})
+    (curve,) = _curves.curves(logs)
+    assert curve.x.tolist() == [3, 3, 4, 5] and curve.values.tolist() == [[1, 3, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "count"),
+    [
+        ([1234567.0, 1234568.0], 2),
+        ([0.12345678, 0.12345679], 2),
+        ([1000000, 1000000.0], 1),
+        ([0.1, np.float32(0.1)], 1),
+        ([[0.1, 1], [np.float32(0.1), 1.0]], 1),
+        ([1, True], 2),
+        ([1, "1"], 2),
+        ([None, 0], 2),
+        ([1e300, 1.1e300], 2),
+    ],
+)
+def test_values_are_the_same_if_they_are_equal(tmp_path, values, count):
+    for n, value in enumerate(values):
+        lox.save({"x": 1.0}, tmp_path, jax.random.key(n), config={"value": value})
+    assert len(_groups.groups(lox.runs(tmp_path))) == count
+    assert len(_groups.groups(lox.runs(tmp_path), "value")) == count
+
+
+@pytest.mark.parametrize("names", [("step", "episode"), ("episode", "step")])
+def test_the_order_of_steps_does_not_decide_which_events_have_one(names):
+    """The second event has neither of them, or a step of -1: it is where it would be if there were no episodes."""
+    steps = {"step": np.array([0, -1, 1]), "episode": np.array([0, -1, -1])}
+    logs = lox.logdict.from_arrays({"x": np.arange(3.0)}, steps={name: steps[name] for name in names})
+    (curve,) = _curves.curves(logs)
+    assert curve.x.tolist() == [-1, 0, 1] and curve.values.tolist() == [[1, 0, 2]]
+
+
+def test_the_numbers_of_a_run_do_not_depend_on_the_dtypes_of_others(tmp_path):
+    values = {0: np.float64(0.1), 1: np.float32(0.1), 2: np.int32(16_777_217), 3: np.int64(2**40 + 1)}
+    for seed, value in values.items():
+        for step in (2**24 + 1, 2.5) if seed == 1 else (2**24 + 1,):
+            logs = lox.logdict.from_arrays({"x": np.array([value])}, steps={"step": np.array([step])})
+            lox.save(logs, tmp_path, jax.random.key(seed))
+    curve = by_name(lox.load(tmp_path))["x"]
+    assert curve.x.tolist() == [2.5, 2**24 + 1]
+    assert curve.values[:, 1].tolist() == [0.1, float(np.float32(0.1)), 16_777_217, 2**40 + 1]

@@ -445,8 +445,12 @@ def _wrap(words: Array, impl: str, key: str) -> Any:
         ) from error
 
 
-def stack(runs: list[dict[str, list[Chunk]]], typed: bool = True) -> logdict:
-    """Return the logs of many runs with a lane axis in front; `valid` tells where a run has fewer events."""
+def stack(runs: list[dict[str, list[Chunk]]], typed: bool = True, wide: bool = False) -> logdict:
+    """Return the logs of many runs with a lane axis in front; `valid` tells where a run has fewer events.
+
+    Numbers of different dtypes are promoted as JAX does, or with `wide` to double precision: then what a run has does
+    not depend on the others.
+    """
     by_key: dict[str, list[tuple[int, Chunk]]] = {}
     for key in dict.fromkeys(key for run in runs for key in run):
         by_key[key] = [(n, chunk) for n, run in enumerate(runs) for chunk in run.get(key, [])]
@@ -455,9 +459,28 @@ def stack(runs: list[dict[str, list[Chunk]]], typed: bool = True) -> logdict:
         counts = np.zeros(len(runs), int)
         for n, chunk in parts:
             counts[n] += chunk.events.count()
-        folded = _folded(join([chunk for _, chunk in parts]), counts)
+        chunks = [chunk for _, chunk in parts]
+        folded = _folded(join(_widened(chunks) if wide else chunks), counts)
         logs._set_bundle(dataclasses.replace(_typed(folded) if typed else folded.events, keys=(key,)), outer=1)
     return logs
+
+
+def _widened(chunks: list[Chunk]) -> list[Chunk]:
+    """Convert values and steps to double precision where chunks do not have the same dtype."""
+    values = zip(*[chunk.events.values for chunk in chunks], strict=True)
+    mixed = [len({x.tree.dtype for x in leaf}) > 1 for leaf in values]
+    names = dict.fromkeys(name for chunk in chunks for name in chunk.events.steps)
+    kinds = {name: {c.events.steps[name].tree.dtype.kind for c in chunks if name in c.events.steps} for name in names}
+    if not any(mixed) and not any(len(kind) > 1 for kind in kinds.values()):
+        return chunks
+    double = lambda x: Laned(x.tree.astype(np.float64), x.flags) if x.tree.dtype.kind != "c" else x  # noqa: E731
+    wide = []
+    for chunk in chunks:
+        of_leaves = [double(x) if m else x for x, m in zip(chunk.events.values, mixed, strict=True)]
+        of_steps = {name: double(x) if len(kinds[name]) > 1 else x for name, x in chunk.events.steps.items()}
+        events = dataclasses.replace(chunk.events, values=of_leaves, steps=of_steps)
+        wide.append(dataclasses.replace(chunk, events=events, kind=None))
+    return wide
 
 
 def _folded(whole: Chunk, counts: Array) -> Chunk:

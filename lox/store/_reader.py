@@ -100,7 +100,10 @@ class Runs(Mapping[str, logdict]):
 
         Where some runs have more events than others, `logs.valid` says which events are real.
         """
-        return _from_rows.stack(list(self._loaded().values()), self._reader._typed)
+        return self._stack()
+
+    def _stack(self, wide: bool = False) -> logdict:
+        return _from_rows.stack(list(self._loaded().values()), self._reader._typed, wide)
 
     def _loaded(self) -> dict[str, Chunks]:
         self._reader._prepare(list(self._names), self._argnames)

@@ -96,7 +96,7 @@ def series_of(logs: Mapping[str, Any], key: str | Iterable[str] | None = None) -
     Arrays that are too large for a curve per element are left out, with a warning.
     """
     if isinstance(logs, Runs):
-        names, logs = tuple(logs), (logs if key is None else logs.only(key)).stack()
+        names, logs = tuple(logs), (logs if key is None else logs.only(key))._stack(wide=True)
     elif isinstance(logs, logdict):
         names = None
         logs = logs if key is None else _chosen(logs, key)

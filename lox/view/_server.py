@@ -165,7 +165,7 @@ class Watcher:
         try:
             yield "retry: 2000\n\n"
             if self._known:  # what was announced since the page was loaded, or while it was not connected
-                yield _message({"version": self._known[""], "keys": [[k, n] for k, n in self._known.items() if k]})
+                yield _message({"version": self._known[""], "keys": [[k, n[1]] for k, n in self._known.items() if k]})
             while True:
                 try:
                     news = await asyncio.wait_for(queue.get(), _HEARTBEAT)
@@ -191,7 +191,7 @@ class Watcher:
         while True:
             try:
                 found = await run_in_threadpool(self._live.refresh)
-                keys = [[key, rows] for key, rows in found["keys"].items() if self._known.get(key) != rows]
+                keys = [[key, now[1]] for key, now in found["keys"].items() if self._known.get(key) != now]
                 known = found["keys"] | {"": found["version"]}
                 news = {"version": found["version"], "keys": keys} if known != self._known else None
                 self._known = known

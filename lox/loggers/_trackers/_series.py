@@ -209,9 +209,10 @@ def missing_steps(steps: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     missing = {
         name: np.isnan(x.astype(np.float64)) if x.dtype.kind not in "iub" else x == -1 for name, x in steps.items()
     }
+    absent = dict(missing)  # as it is now: what is found of one step must not decide about the next
     for name, x in steps.items():
         if x.dtype.kind in "iub" and missing[name].any():
-            others = [~missing[other] for other in steps if other != name]
+            others = [~absent[other] for other in steps if other != name]
             missing[name] = missing[name] & np.any(others, 0) if others else np.zeros_like(missing[name])
     return missing
 
