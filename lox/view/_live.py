@@ -255,13 +255,15 @@ class Key:
     def follow(self, reader: Reader) -> None:
         """Read what is new since the last time, as of the last refresh of the reader."""
         pattern = glob.escape(self.name)
-        news = reader.poll(pattern, since=self._cursor, wall=True, refresh=False)
-        for name, known in list(self._identities.items()):
-            now = reader.identity(name)
-            if now[: len(known)] != known:  # gone, overwritten by another, or some attempts are gone
+        now = {name: reader.identity(name) for name in self._identities}
+        if any(now[name][: len(known)] != known for name, known in self._identities.items()):
+            # Gone, overwritten, or some attempts are gone: then what was read may have another name now.
+            for name in now:
                 self._forget(name)
-                news |= {name: logdict()} if now else {}
-            elif now != known and reader.resumed(name):
+            self._cursor = Cursor()
+        news = reader.poll(pattern, since=self._cursor, wall=True, refresh=False)
+        for name, known in self._identities.items():
+            if now[name] != known and reader.resumed(name):
                 news.setdefault(name, logdict())
         for name, logs in news.items():
             self._identities[name] = reader.identity(name)
@@ -418,7 +420,8 @@ class Live:
             changed = False
             for run in self.reader.runs():
                 old = before.get(run.name)
-                same = old is not None and (old.run.opened, old.run.attempts) == (run.opened, run.attempts)
+                # Not by their number: an attempt may be removed, and another one be there instead, with another config.
+                same = old is not None and self._fates[run.name][0] == self.reader.identity(run.name)
                 if old is not None and same and old.state != "running":
                     infos[run.name] = old
                     continue
