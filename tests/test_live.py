@@ -24,6 +24,7 @@ from lox.view._panels import Options
 
 SEEDS = int(os.environ.get("LOX_FUZZ", "12"))
 FIRST = int(os.environ.get("LOX_SEED", "0"))
+FOUND = (1773, 6240, 6641)  # attempts that are removed, and runs that get another name then
 ARRAYS = ("x", "center", "low", "high", "low_there", "high_there", "at")
 VALUES = (np.float32, np.int32, np.uint8, np.bool_, jnp.bfloat16)
 
@@ -270,7 +271,7 @@ def random_page(rng: np.random.Generator) -> Page:
     return Page(key, ["lr"] if rng.random() < 0.3 else None, "lr=0.1" if rng.random() < 0.2 else "", options)
 
 
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
+@pytest.mark.parametrize("seed", [*FOUND, *range(FIRST, FIRST + SEEDS)])
 def test_a_page_has_what_was_logged_whatever_happens(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     world, live = World(tmp_path, rng), Live(tmp_path)
@@ -396,3 +397,18 @@ def test_what_replaces_as_many_events_is_announced(tmp_path: Path) -> None:
 def test_infinities_hide_no_extreme_of_a_lane() -> None:
     values = np.array([[1, np.inf, 5, 2, 3, -np.inf, 4, 0.0]])
     assert _pixels.reduced_lanes(np.arange(8.0), values, _pixels.Grid(3))[1].tolist() == [[5.0, 0.0]]
+
+
+def test_another_attempt_instead_of_a_removed_one_has_its_own_config(tmp_path: Path) -> None:
+    with lox.store.Writer(tmp_path) as writer:
+        one(writer, writer.open_run("a", config={"lr": 0.1}), 1.0, 0)
+    live = Live(tmp_path)
+    for lr in (0.2, 0.3):
+        with lox.store.Writer(tmp_path) as writer:
+            run = int(writer.open_runs(["a"], configs=[{"lr": lr}], resumed=[("step", 1)])[0])
+            one(writer, run, lr, 1)
+        live.refresh()
+        assert live.infos["a"].run.config == {"lr": lr} and live.infos["a"].run.attempts == 2
+        (curve,) = _panels.panel(live, "loss", live.groups(None, ""), Options())["groups"]
+        assert curve["center"] == [1.0, float(np.float32(lr))]
+        shutil.rmtree(writer.group)
