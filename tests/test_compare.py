@@ -214,7 +214,9 @@ def test_logs_by_group():
     found = lox.compare(logs, "score")
     assert [(group.name, group.n) for group in found.groups] == [("small", SEEDS), ("large", SEEDS)]
     assert found.pairs[0].paired == 0  # nothing says that equal lanes have equal seeds
-    pair = lox.compare(logs, "score", paired=True).pairs[0]
+    found = lox.compare(logs, "score", paired=True)
+    assert found.methods[-1].startswith("difference, better in pairs: of lanes with the same number")
+    pair = found.pairs[0]
     assert pair.paired == SEEDS and pair.difference.value == pytest.approx(-0.1, rel=1e-5)
 
 
@@ -226,6 +228,12 @@ def test_efficiency_is_the_interquartile_mean_over_steps(runs):
     assert found.curves["lr=0.3"].step == "step"
 
 
+def test_a_directory_with_one_run(tmp_path):
+    save_runs(tmp_path, {0.1: [3.0]})
+    found = lox.compare(tmp_path, "loss")
+    assert [(group.name, group.n, group.mean.value) for group in found.groups] == [("0", 1, 3.0)] and found.pairs == ()
+
+
 ERRORS = {
     "key": (
         dict(key="los"),
@@ -235,6 +243,11 @@ ERRORS = {
     "element": (dict(key="xs/7"), lox.KeyNotFoundError, r"no run has 'xs/7'. There is 'xs/0' and 'xs/1'"),
     "by": (dict(key="loss", by="rate"), lox.OptionError, "`by` names 'rate', which is not in the config of any run"),
     "at": (dict(key="loss", at="end"), lox.OptionError, "`at` is 'end'; choose one of 'last', 'best' and 'mean'"),
+    "function": (
+        dict(key="loss", at=lambda x: x),
+        lox.OptionError,
+        "`at` gives array.* for the run '0'; it must",
+    ),
     "step": (dict(key="loss", at=7), lox.StepError, "the run '0' has no 'loss' at step=7; the nearest is 2"),
     "better": (dict(key="loss", better="more"), lox.OptionError, "`better` is 'more'; choose 'higher' and 'lower'"),
     "strata": (dict(key="loss", strata="env"), lox.OptionError, "`strata` names 'env', which is not in the config"),

@@ -412,3 +412,15 @@ def test_another_attempt_instead_of_a_removed_one_has_its_own_config(tmp_path: P
         (curve,) = _panels.panel(live, "loss", live.groups(None, ""), Options())["groups"]
         assert curve["center"] == [1.0, float(np.float32(lr))]
         shutil.rmtree(writer.group)
+
+
+def test_one_run_instead_of_another_is_not_one_more_in_the_table(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    seen = []
+    for name in ("a", "b"):
+        with lox.store.Writer(tmp_path) as writer:
+            one(writer, writer.open_run(name), 1.0, 0)
+        live.refresh()
+        seen.append((list(live.infos), live.removals))
+        shutil.rmtree(writer.group)
+    assert seen == [(["a"], 0), (["b"], 1)]

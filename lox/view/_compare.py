@@ -20,11 +20,12 @@ import numpy as np
 from lox import _errors
 from lox._data import _sites, _statistics
 from lox._data._logdict import logdict
-from lox.store import Runs, load
+from lox.store import Runs
+from lox.store._reader import runs_in
 from lox.store._table import Where, flat_config
 from lox.view import _bands, _groups
 from lox.view._bands import Band
-from lox.view._curves import Curve, curves
+from lox.view._curves import WALL, Curve, curves
 
 Array = np.ndarray[Any, Any]
 At = str | float | Callable[[Array], float]
@@ -243,8 +244,7 @@ def compare(
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise _errors.OptionError(f"`draws` is {draws!r}; it must be a positive integer.")
     if isinstance(runs, str | os.PathLike):
-        runs = load(runs, where=where)
-        where = None
+        runs, where = runs_in(runs, where, wall=x == WALL), None
     lanes = _lanes_of_groups(runs, key, by, [strata] if isinstance(strata, str) else list(strata or ()), where, x)
     scored = [_Scored(name, curve, at, better, identities, layers) for name, curve, identities, layers in lanes]
     generator = np.random.default_rng(seed)
@@ -403,7 +403,10 @@ def _score(curve: Curve, lane: int, at: At, better: str) -> float:
     if not len(values):
         return math.nan  # it is left out, and named
     if callable(at):
-        return float(at(values))
+        score = at(values)
+        if np.ndim(score) or np.asarray(score).dtype.kind not in "biuf":
+            raise _errors.OptionError(f"`at` gives {score!r} for the run {run!r}; it must return a number.")
+        return float(score)
     if at == "last":
         return float(values[-1])
     if at == "mean":
@@ -477,7 +480,9 @@ def _common_strata(a: _Scored, b: _Scored) -> list[tuple[Array, Array]]:
     of_a, of_b = (dict(zip(dict.fromkeys(one.layers), one.strata(), strict=True)) for one in (a, b))
     if of_a.keys() != of_b.keys():
         differ = _errors.listing([str(x) for x in of_a.keys() ^ of_b.keys()])
-        raise _errors.OptionError(f"{a.name!r} and {b.name!r} do not have runs of the same strata: {differ} differ.")
+        raise _errors.OptionError(
+            f"{a.name!r} and {b.name!r} do not have finite scores in the same strata: {differ} differ."
+        )
     return [(of_a[layer], of_b[layer]) for layer in of_a]
 
 
@@ -526,7 +531,9 @@ def _methods(
         f"median, IQM (mean of the middle half), P(better): 95% percentile bootstrap over runs, {draws} draws{within}",
     ]
     if any(pair.paired for pair in pairs):
-        texts.append("difference, better in pairs: of runs with the same PRNG key, 95% interval by Student's t")
+        by_lane = any(isinstance(identity, _Lane) for one in scored for identity, _ in one.everyone)
+        same = "lanes with the same number" if by_lane else "runs with the same PRNG key"
+        texts.append(f"difference, better in pairs: of {same}, 95% interval by Student's t")
     if any(not pair.paired for pair in pairs):
         texts.append(f"difference{' without pairs' * (len(texts) > 3)}: 95% interval by Welch's t")
     for why, named in (

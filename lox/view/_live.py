@@ -392,6 +392,7 @@ class Live:
         self.problems: list[str] = []
         self.infos: dict[str, RunInfo] = {}
         self.keys: dict[str, Any] = {}
+        self.removals = 0  # how often runs have disappeared
         self.turns = 0  # how often something happened to runs other than that they grew
         self._fates: dict[str, Any] = {}
         self._lock = threading.RLock()
@@ -431,6 +432,7 @@ class Live:
                     info = old
                 changed = changed or info is not old
                 infos[run.name] = info
+            self.removals += not before.keys() <= infos.keys()
             self.infos = infos  # only now: with an error before, it is what it was
             # Of runs that were overwritten, resumed, removed, or have ended, every key may look different.
             fates = {name: (self.reader.identity(name), info.state) for name, info in infos.items()}

@@ -309,10 +309,10 @@ class _Service:
                 found = self._groups(request)
             except _errors.OptionError as error:  # of the filter: the page shows it beside the field
                 problem = _text(error)
-            whole = session != f"{self._session}.{len(live.infos)}" or not version.isdigit()
+            whole = session != f"{self._session}.{live.removals}" or not version.isdigit()
             infos = [info for info in live.infos.values() if whole or info.version > int(version)]
             return {
-                "version": f"{self._session}.{len(live.infos)}:{live.version}",
+                "version": f"{self._session}.{live.removals}:{live.version}",
                 "whole": whole,
                 "directory": live.reader.path.name,
                 "path": str(live.reader.path),

@@ -215,7 +215,7 @@ const lox = (() => {
       const options = {
         width: Math.max(160, Math.floor(this.canvas.clientWidth)),
         height: this.options.height,
-        padding: [8, 10, 0, 0],
+        padding: [8, 18, 0, 0], // room for half of the last number below
         legend: { show: false },
         series, bands,
         scales: {
