@@ -61,10 +61,12 @@ class Cell:
 NEWEST = Cell("newest", ("3.13", "3.12", "3.14"), "jax>=0.12", ("test", "lint"))
 # What a page shows does not depend on JAX.
 NEWEST_ONLY = ("test_ui_browser",)
-# The last JAX that Python 3.11 can install. Tests of files and processes depend least on JAX: the other two run them.
+# The last JAX that Python 3.11 can install. Tests of files, processes and pictures depend least on JAX: the other two
+# run them.
 ENDS_ONLY = (
-    *("test_compact", "test_index", "test_store_crash", "test_store_files", "test_processes", "test_soak"),
-    *("test_command", "test_ui"),
+    *("test_compact", "test_index", "test_store", "test_store_crash", "test_store_files", "test_resume"),
+    *("test_processes", "test_soak", "test_console", "test_command"),
+    *("test_view", "test_live", "test_compare", "test_plot", "test_ui"),
 )
 
 
