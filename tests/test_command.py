@@ -397,8 +397,9 @@ def test_tail_until_finished_has_everything(tmp_path):
     assert tail.returncode == 0 and [json.loads(line)["values"]["x"] for line in lines] == list(range(50))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backlog", [0, 3])
-@pytest.mark.parametrize("seed", range(int(os.environ.get("LOX_FUZZ", "6"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("LOX_TAIL_N", "6"))))
 def test_tail_neither_loses_nor_doubles_events(tmp_path, seed, backlog):
     """Runs begin, log, end, go on and are merged while somebody looks."""
     rng = np.random.default_rng(seed)

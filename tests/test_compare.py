@@ -68,6 +68,7 @@ def test_differences_are_scipys(runs, scores):
     assert lower.improvement.value == pytest.approx(1 - u) and lower.wins == (a < b).sum()
 
 
+@pytest.mark.slow
 def test_bootstrap_intervals_are_archs(runs, scores):
     bootstrap = package("arch.bootstrap")
     stats = pytest.importorskip("scipy.stats")
@@ -81,6 +82,7 @@ def test_bootstrap_intervals_are_archs(runs, scores):
             np.testing.assert_allclose(ends(estimate), (low, high), atol=0.04 * (high - low))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of arch, which it uses
 def test_strata_and_improvement_are_rliables(tmp_path):
     library = package("rliable.library")

@@ -422,6 +422,7 @@ ONLY_TRACED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ONLY_TRACED)
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_program_that_is_only_traced_leaves_nothing(how, terminal):

@@ -1,7 +1,7 @@
 """The dashboard against `lox.load`: whatever happens in a directory, what a page has is what was logged.
 
 A page asks for what has changed since its last answer, and puts it behind what it has. Random things happen in a
-directory meanwhile. `LOX_FUZZ=N` tries N seeds, and `LOX_SEED=M` begins with another one.
+directory meanwhile. `LOX_LIVE_N=N` tries N seeds, and `LOX_LIVE_SEED=M` begins with another one.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from lox.view._curves import EVENT, STEP, WALL, curves
 from lox.view._live import Live
 from lox.view._panels import Options
 
-SEEDS = int(os.environ.get("LOX_FUZZ", "12"))
-FIRST = int(os.environ.get("LOX_SEED", "0"))
+SEEDS = int(os.environ.get("LOX_LIVE_N", "12"))
+FIRST = int(os.environ.get("LOX_LIVE_SEED", "0"))
 FOUND = (1773, 6240, 6641)  # attempts that are removed, and runs that get another name then
 ARRAYS = ("x", "center", "low", "high", "low_there", "high_there", "at")
 VALUES = (np.float32, np.int32, np.uint8, np.bool_, jnp.bfloat16)
@@ -271,6 +271,7 @@ def random_page(rng: np.random.Generator) -> Page:
     return Page(key, ["lr"] if rng.random() < 0.3 else None, "lr=0.1" if rng.random() < 0.2 else "", options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*FOUND, *range(FIRST, FIRST + SEEDS)])
 def test_a_page_has_what_was_logged_whatever_happens(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -423,6 +423,7 @@ def test_the_config_is_hyper_parameters(tmp_path):
     }  # and the run without a config has no hyper-parameters
 
 
+@pytest.mark.slow
 @needs_tensorboard
 def test_how_a_run_has_ended(tmp_path):
     with pytest.raises(ValueError, match="boom"), TensorBoardLogger(tmp_path) as logger:
@@ -503,6 +504,7 @@ def spread(x):
     return jax.lax.scan(step, x, jnp.arange(3))[0]
 
 
+@pytest.mark.slow
 @needs_tensorboard
 @pytest.mark.parametrize(("how", "options"), [("spool", {}), ("tap", {}), ("tap", {"buffer": 2})])
 @pytest.mark.parametrize("jit", [False, True])

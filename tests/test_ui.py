@@ -71,6 +71,7 @@ def runs(tmp_path):
 # --- who may ask ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "host",
     [
@@ -105,6 +106,7 @@ def test_two_hosts_are_refused(runs):
         assert request(address, "/", Host="evil.example")[0] == 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
 def test_it_is_read_only(runs, method):
     with served(runs) as address:
@@ -121,6 +123,7 @@ def test_another_site_may_not_read(runs):
         assert not any(name.startswith("access-control") for name in headers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [
@@ -230,6 +233,7 @@ def test_an_exact_point(runs):
             np.testing.assert_allclose(group["high"], own.mean() + own.std(ddof=1), rtol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("query", "problem"),
     [
@@ -337,6 +341,7 @@ def test_an_empty_directory_and_one_that_does_not_exist_yet(tmp_path):
         until(lambda: len(ask(address, "/api/runs")["runs"]) == 1, "the run")
 
 
+@pytest.mark.slow
 def test_the_command_line_of_the_server(tmp_path):
     save(tmp_path, 0, [1.0])
     program = f"from lox.view._server import serve; serve({str(tmp_path)!r}, 0, browser=False)"
@@ -477,6 +482,7 @@ def merged(old: dict[str, Any], news: dict[str, Any]) -> dict[str, Any]:
     return {**news, "groups": groups}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_what_grows_is_what_it_would_be_if_it_were_read_anew(tmp_path, seed):
     """Runs that log at different speeds, twice at a step, backwards, NaN, begin late, in any order."""
