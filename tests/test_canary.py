@@ -220,3 +220,8 @@ def test_jax_is_changed_in_one_file_only() -> None:
                     if not own and file.name != "_patches.py":
                         found.add(f"{file.relative_to(SOURCE)}: {ast.unparse(target)}")
     assert found == set()
+
+
+def test_the_modules_by_which_the_console_tells_that_a_program_is_compiled() -> None:
+    for name in lox._compat._modes._COMPILING:
+        importlib.import_module(name)
