@@ -13,7 +13,7 @@ SEED ?= 0
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ui quick test lint fuzz bench soak dist clean
+.PHONY: help demo ui quick test lint docs fuzz bench soak dist clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,9 @@ test:  ## lint, types and tests on the oldest, middle and newest JAX, a few on t
 lint:  ## ruff and pyright only
 	@$(ENVS) lint
 
+docs:  ## build the documentation (ARGS="-b linkcheck" looks for dead links, also to other sites)
+	@$(ENVS) docs $(ARGS)
+
 fuzz:  ## random programs against plain Python (N=1000, SEED=0)
 	@LOX_FUZZ_N=$(N) LOX_FUZZ_SEED=$(SEED) $(ENVS) run -m pytest -n 2 tests/test_fuzz.py $(ARGS)
 
@@ -46,5 +49,5 @@ dist:  ## the release: build it, install the wheel in an empty environment, run 
 	@$(ENVS) dist
 
 clean:  ## remove the environments, caches and build outputs
-	rm -rf .venv dist build .pytest_cache .ruff_cache
+	rm -rf .venv dist build docs/_build .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@
     python tools/envs.py demo                       examples/demo.py, in a small environment of its own
     python tools/envs.py ui                         what it has saved, in a browser
     python tools/envs.py lint                       ruff and pyright
+    python tools/envs.py docs                       the documentation, in docs/_build; a warning is an error
     python tools/envs.py quick -k scan              the fast tests on the newest JAX, of the source tree
     python tools/envs.py dist                       the release: built, installed elsewhere, tried out
     python tools/envs.py test "oldest newest" -x    lint, then pytest -x in each named cell
@@ -58,7 +59,7 @@ class Cell:
 
 # No upper bound: a new JAX is to be tested on the day it is released. The lower one turns an index
 # or an interpreter that offers only an older JAX into an error.
-NEWEST = Cell("newest", ("3.13", "3.12", "3.14"), "jax>=0.12", ("test", "lint"))
+NEWEST = Cell("newest", ("3.13", "3.12", "3.14"), "jax>=0.12", ("test", "lint", "docs"))
 # What a page shows does not depend on JAX.
 NEWEST_ONLY = ("test_ui_browser",)
 # The last JAX that Python 3.11 can install. Tests of files, processes and pictures depend least on JAX: the other two
@@ -293,6 +294,17 @@ def lint(python: Path) -> Outcome:
     return Outcome("lint", note, failed=len(failed))
 
 
+def docs(python: Path, arguments: list[str]) -> Outcome:
+    """Build the documentation of the installed lox: from nothing, so that no page is left over from another state."""
+    print("--- docs", flush=True)
+    built = ROOT / "docs" / "_build"
+    shutil.rmtree(built, ignore_errors=True)
+    options = ("--fail-on-warning", "--keep-going", "--quiet", *arguments)
+    if run(python, "-P", "-m", "sphinx", *options, "docs", str(built)):
+        return Outcome("docs", "FAILED", failed=1)
+    return Outcome("docs", "ok: docs/_build/index.html")
+
+
 def run_pytest(cell: Cell, base: Python, python: Path, arguments: list[str]) -> Outcome:
     jax = output(python, "-c", "from importlib.metadata import version; print(version('jax'))")
     outcome = Outcome(cell.name, f"Python {base.version}, jax {jax}")
@@ -347,7 +359,7 @@ def test(names: list[str], arguments: list[str]) -> int:
             outcomes.append(Outcome(cell.name, "NOT RUN: no environment, see above", failed=1))
             continue
         if cell is NEWEST:
-            outcomes.append(lint(python))
+            outcomes += [lint(python), docs(python, [])]
         outcomes.append(run_pytest(cell, base, python, arguments))
 
     print("\n--- summary")
@@ -419,6 +431,10 @@ def main() -> int:
             return in_default("demo", ("ui",), "-P", "-m", "lox", "ui", "lox-demo", *arguments)
         case ["lint"]:
             return int(lint(ready(NEWEST, newest())).failed > 0)
+        case ["docs", *arguments]:
+            outcome = docs(ready(NEWEST, newest()), arguments)
+            print(outcome.note)
+            return outcome.failed
         case ["quick", *arguments]:
             return quick(arguments)
         case ["dist"]:

@@ -1,0 +1,205 @@
+"""Runs a page of the documentation as its reader would: `python tests/documents.py docs/guides/rl.md`.
+
+A page is run from top to bottom, in one empty folder and one Python session of its own:
+
+- ```python blocks with `>>>` are doctests, whose output is compared;
+- ```python blocks without are files, named by their first line, `# train.py`;
+- ```console blocks hold commands behind `$ `, which are run by a shell, and their output, which is compared if there is
+  any. `lox ui` is started, asked for its page, and stopped; `pip install` is not run, but what it names must exist.
+- ```text blocks are only shown. No other block is allowed, so that no example is left out by accident.
+
+Blocks may be indented, as in lists. `...` in an output stands for anything.
+"""
+
+import contextlib
+import doctest
+import importlib.util
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import tomllib
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+SHOWN = ("text",)  # shown, and not run
+DIRECTIVE = re.compile(r"\{[\w:-]+\}")  # of MyST, such as {note}: its body is prose
+FENCE = re.compile(r"^( *)```(?P<kind>[^\n`]*)\n(?P<text>.*?)^\1``` *$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass
+class Block:
+    """One fenced block: what it is, its text, and the line of the page where it begins."""
+
+    kind: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Give the fenced blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    for match in FENCE.finditer(text):
+        kind = match["kind"].strip()
+        if not DIRECTIVE.match(kind):
+            yield Block(kind, textwrap.dedent(match["text"]), text.count("\n", 0, match.start("text")))
+
+
+def packages(page: Path) -> set[str]:
+    """Return the packages that a page imports and that are not there."""
+    found: set[str] = set()
+    for block in blocks(page):
+        if block.kind == "python":
+            for line in re.findall(r"^(?:>>> |\.\.\. )?\s*(?:import|from) (.*)", block.text, flags=re.MULTILINE):
+                names = line.partition(" import ")[0] if " import " in line else line
+                found |= {part.split()[0].partition(".")[0] for part in names.split(",")}
+    here = {block.text.splitlines()[0][2:].removesuffix(".py") for block in blocks(page) if block.kind == "python"}
+    return {name for name in found - here if importlib.util.find_spec(name) is None}
+
+
+class Failure(Exception):
+    """What a page says is not what happens."""
+
+
+class Reader:
+    """Reads a page, and does what it says."""
+
+    def __init__(self, page: Path, folder: Path):
+        self.page, self.folder = page, folder
+        self.names: dict[str, object] = {"__name__": "__main__"}
+        self.done = 0
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, words in ("python", ""), ("lox", "-P -m lox "):
+            file = programs / name
+            file.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words}"$@"\n')
+            file.chmod(0o755)
+        paths = os.pathsep.join([str(ROOT)] * bool(os.environ.get("LOX_SOURCE")) + [p for p in sys.path if p])
+        self.environment = {
+            **os.environ,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": paths,
+            "COLUMNS": "120",
+            "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
+        }
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self.port = free.getsockname()[1]
+
+    def read(self) -> None:
+        """Do what each block says, in order."""
+        for block in blocks(self.page):
+            if block.kind == "python" and ">>> " in block.text:
+                self.run_examples(block)
+            elif block.kind == "python":
+                self.write_file(block)
+            elif block.kind == "console":
+                self.run_commands(block)
+            elif block.kind not in SHOWN:
+                self.fail(block, f"a block of {block.kind or 'no'} language: use python, console or text")
+
+    def fail(self, block: Block, what: str) -> None:
+        name = self.page.relative_to(ROOT) if self.page.is_relative_to(ROOT) else self.page
+        raise Failure(f"{name}:{block.line}: {what}")
+
+    def run_examples(self, block: Block) -> None:
+        examples = doctest.DocTestParser().get_doctest(
+            block.text, self.names, self.page.name, str(self.page), block.line
+        )
+        examples.globs = self.names  # the parser has copied them
+        said: list[str] = []
+        failed, attempted = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False).run(
+            examples, out=said.append, clear_globs=False
+        )
+        self.done += attempted
+        if failed:
+            self.fail(block, "\n" + "".join(said))
+
+    def write_file(self, block: Block) -> None:
+        first = block.text.partition("\n")[0]
+        if not re.fullmatch(r"# [\w.-]+\.py", first):
+            self.fail(block, f"a program whose first line is not its name, `# train.py`, but {first!r}")
+        # A page has a port of its own on the machine where it is tested.
+        (self.folder / first[2:]).write_text(block.text.replace("localhost:1234", f"localhost:{self.port}"))
+
+    def run_commands(self, block: Block) -> None:
+        commands = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n?)*)", block.text, flags=re.MULTILINE)
+        if not commands or not block.text.startswith("$ "):
+            self.fail(block, "a console without a command: commands begin with `$ `")
+        for command, wanted in commands:
+            self.done += 1
+            if command.startswith("pip install"):
+                check_install(command) or self.fail(block, f"{command}: there is no such extra")
+            elif command.startswith("lox ui "):
+                self.look_at_page(block, command)
+            else:
+                done = subprocess.run(
+                    ["bash", "-c", f"set -e; {command}\nwait"],
+                    cwd=self.folder,
+                    env=self.environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                matches = doctest.OutputChecker().check_output(wanted, done.stdout, OPTIONS)
+                if done.returncode or (wanted.strip() and not matches):
+                    self.fail(block, f"$ {command}\nexit code {done.returncode}\n{done.stdout}")
+
+    def look_at_page(self, block: Block, command: str) -> None:
+        words = [*shlex.split(command), "--no-browser", "--port", "0"]
+        server = subprocess.Popen(
+            words, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            address = re.search(r"http://\S+", line)
+            if address is None:
+                self.fail(block, f"$ {command}\n{line}{server.communicate()[0]}")
+            else:
+                with urllib.request.urlopen(address[0]) as answer:
+                    assert b"<html" in answer.read()
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.communicate(timeout=60)
+
+
+def check_install(command: str) -> bool:
+    """Whether the extras of lox that a command installs exist."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = [name.strip() for part in re.findall(r"\[(.*?)\]", command) for name in part.split(",")]
+    return set(named) <= set(extras)
+
+
+def main(page: Path) -> int:
+    if missing := packages(page):
+        print(f"not installed: {', '.join(sorted(missing))}")
+        return 77  # what is used for "skipped" elsewhere, too
+    import lox
+
+    with tempfile.TemporaryDirectory() as folder:
+        reader = Reader(page, Path(folder))
+        with contextlib.chdir(folder), warnings.catch_warnings():
+            warnings.simplefilter("error", lox.LoxWarning)  # if one is shown on purpose, the page catches it
+            sys.path.insert(0, folder)
+            try:
+                reader.read()
+            except Failure as failure:
+                print(failure)
+                return 1
+    print(f"{reader.done} examples")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve()))
