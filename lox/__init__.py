@@ -21,6 +21,8 @@ Write `lox.log` wherever a value is interesting, and decide outside what becomes
 """
 
 from lox import _export
+from lox import equinox as equinox
+from lox import flax as flax
 from lox import loggers as loggers
 from lox import logify as logify
 from lox import neptune as neptune
