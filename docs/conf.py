@@ -13,10 +13,11 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3  # so that a link to a heading that is not there is a warning, and so an error
 
 default_role = "code"  # in docstrings, `x` is code
-add_module_names = False
+add_module_names = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the arguments are described in words, and the signature has their names and defaults
 napoleon_use_rtype = False
+napoleon_use_ivar = True  # what is described as an attribute, and is a property too, is one thing
 python_display_short_literal_types = True
 
 html_theme = "furo"

@@ -1,21 +1,15 @@
 """Neptune for JAX programs: one run per lane, from inside `jit` and `vmap`.
 
-```python
-import jax, lox.neptune
-
-
-@jax.jit
-@jax.vmap
-def train(prng_key, lr):
-    run = lox.neptune.init(prng_key, project="me/ppo", config={"lr": lr})
-    for step in range(10):
-        ...
-        lox.neptune.log(run, {"loss": loss}, step=step)
-    lox.neptune.finish(run)
-
-
-train(jax.random.split(jax.random.key(0), 8), jnp.geomspace(1e-4, 1e-2, 8))
-```
+>>> import jax, lox.neptune
+>>> @jax.jit
+... @jax.vmap
+... def train(prng_key):
+...     run = lox.neptune.init(prng_key, project="me/ppo", mode="offline")
+...     for step in range(3):
+...         lox.neptune.log(run, {"loss": 1.0 / (step + 1)}, step=step)
+...     lox.neptune.finish(run)
+>>> train(jax.random.split(jax.random.key(0), 2))
+[neptune] [info ] Neptune initialized. Open in the app: offline/...
 
 Neptune's hosted service ended in March 2026; see `NeptuneLogger` for what remains. The module can be imported without
 the client, which is installed by `pip install 'lox-jax[neptune]'`.

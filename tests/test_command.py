@@ -1,14 +1,12 @@
 """The `lox` command: what it prints, what it refuses and how, and that what it exports reads back exactly."""
 
 import csv
-import doctest
 import io
 import json
 import os
 import pty
 import re
 import select
-import shlex
 import signal
 import subprocess
 import sys
@@ -986,21 +984,3 @@ def test_ui_refuses_what_is_not_a_directory(command, tmp_path):
     code, out, err = command("ui", tmp_path / "none", "--no-browser")
     assert (code, out) == (1, "") and err.startswith("error: there is no directory")
     assert command("ui", tmp_path, "--port", "70000")[0] == 2
-
-
-# --- README ---
-
-
-def test_the_examples_in_the_readme(command, directory, monkeypatch):
-    """Every line `$ lox ...` of its section is run, in a directory with these runs, and its output compared."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    package("pyarrow").__version__  # noqa: B018
-    readme = Path(__file__).parent.parent / "README.md"
-    section = readme.read_text(encoding="utf-8").partition("## The lox command\n")[2].partition("\n## ")[0]
-    examples = re.findall(r"^\$ lox (.*)\n((?:(?!\$ |```).*\n)*)", section, flags=re.MULTILINE)
-    assert len(examples) >= 6
-    monkeypatch.chdir(directory.parent)
-    checker, options = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    for line, wanted in examples:
-        code, out, err = command(*shlex.split(line, comments=True))
-        assert code == 0 and checker.check_output(wanted, out + err, options), f"{line}\n{out}{err}"

@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,9 +53,9 @@ class Cell:
 
     def smoke(self) -> "Cell":
         """A smaller environment for fewer tests: every transformation of lox under every one of JAX."""
-        tests = ("tests/test_log.py", "tests/test_transforms.py", "tests/test_readme.py")
+        tests = ("tests/test_log.py", "tests/test_transforms.py", "tests/test_docs.py::test_readme")
         others = ("pytest>=8", "pytest-xdist>=3.6")
-        return replace(self, name=f"smoke-{self.name}", extras=(), others=others, tests=tests)
+        return replace(self, name=f"smoke-{self.name}", extras=("ui", "pandas"), others=others, tests=tests)
 
 
 # No upper bound: a new JAX is to be tested on the day it is released. The lower one turns an index
@@ -62,6 +63,8 @@ class Cell:
 NEWEST = Cell("newest", ("3.13", "3.12", "3.14"), "jax>=0.12", ("test", "lint", "docs"))
 # What a page shows does not depend on JAX.
 NEWEST_ONLY = ("test_ui_browser",)
+# The README is for every JAX; most other pages need libraries that only the newest has.
+README_ONLY = "--deselect=tests/test_docs.py::test_page"
 # The last JAX that Python 3.11 can install. Tests of files, processes and pictures depend least on JAX: the other two
 # run them.
 ENDS_ONLY = (
@@ -76,8 +79,8 @@ def all_but(*names: str) -> tuple[str, ...]:
     return ("tests", *(f"--ignore=tests/{name}.py" for name in names))
 
 
-MIDDLE = Cell("middle", ("3.11",), "jax==0.10.2", tests=all_but(*NEWEST_ONLY, *ENDS_ONLY))
-OLDEST = Cell("oldest", ("3.11",), "jax==0.7.0", tests=all_but(*NEWEST_ONLY))
+MIDDLE = Cell("middle", ("3.11",), "jax==0.10.2", tests=(*all_but(*NEWEST_ONLY, *ENDS_ONLY), README_ONLY))
+OLDEST = Cell("oldest", ("3.11",), "jax==0.7.0", tests=(*all_but(*NEWEST_ONLY), README_ONLY))
 BETWEEN = (
     Cell("0.8", ("3.11", "3.12", "3.13"), "jax==0.8.*"),
     Cell("0.9", ("3.11", "3.12", "3.13"), "jax==0.9.*"),
@@ -397,16 +400,18 @@ def dist() -> int:
         subprocess.run([base.path, "-m", "venv", f"{empty}/venv"], check=True)
         user = Path(empty, "venv", "bin", "python")
         (wheel,) = folder.glob("*.whl")
-        pip_install(user, str(wheel))
-        example = Path(empty, "quick_start.md")
-        _, rest = (ROOT / "README.md").read_text().split("## Quick start\n")
-        # Without the fences, which doctest would take for output.
-        example.write_text(re.sub("^```.*$", "", rest.partition("\n## ")[0], flags=re.MULTILINE))
-        options = ("-P", "-m", "doctest", "-o", "ELLIPSIS", "-o", "NORMALIZE_WHITESPACE", str(example))
-        code = subprocess.run([user, *options], cwd=empty).returncode
-        print("the quick start, with the wheel in an empty environment:", "failed" if code else "ok")
-    print("\n".join(f"{file.name}  {file.stat().st_size:,} bytes" for file in sorted(folder.glob("*"))))
-    return code
+        pip_install(user, f"{wheel}[ui,pandas]")
+        # Every line of it, in a folder and a process of its own.
+        page = [user, "-P", ROOT / "tests" / "documents.py", ROOT / "README.md"]
+        code = subprocess.run(page, cwd=empty).returncode
+        print("the README, with the wheel in an empty environment:", "failed" if code else "ok")
+    for file in sorted(folder.glob("*")):
+        print(f"{file.name}  {file.stat().st_size:,} bytes")
+    with zipfile.ZipFile(wheel) as content:
+        others = [name for name in content.namelist() if not name.startswith(("lox/", "lox_jax-"))]
+    if others:
+        print(f"the wheel has what it does not need: {', '.join(others)}")
+    return int(bool(code or others))
 
 
 def in_default(name: str, extras: tuple[str, ...], *command: str) -> int:

@@ -476,7 +476,12 @@ class logdict(dict[str, Any]):
 
     @property
     def slice(self) -> "_Slicer":
-        """Slice the events of each key: `logs.slice[a:b:c]`. Keys with a single event stay as they are."""
+        """Slices of the events of each key. Keys with a single event stay as they are.
+
+        >>> import numpy as np, lox
+        >>> print(lox.logdict.from_arrays({"loss": np.arange(5)}).slice[1:4])
+        {'loss': [1, 2, 3]}
+        """
         return _Slicer(self)
 
     def _map_events(self, key: str, fun: Callable[[Any, int], Any], into: "logdict") -> None:

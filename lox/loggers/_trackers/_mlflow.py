@@ -30,11 +30,12 @@ _BAD = r"^/\w.\- " + (":" if os.name != "nt" else "")
 class MLflowLogger(CurveLogger):
     """Logs to MLflow, one run per PRNG key.
 
-    ```python
-    with lox.loggers.MLflowLogger("ppo") as logger:  # then: mlflow ui --backend-store-uri sqlite:///mlflow.db
-        states = jax.vmap(logger.init)(prng_keys)
-        jax.vmap(lambda state, prng_key: logger.tap(train, state, buffer=100)(prng_key))(states, prng_keys)
-    ```
+    >>> import jax, lox
+    >>> with lox.loggers.MLflowLogger("ppo") as logger:  # then: mlflow ui --backend-store-uri sqlite:///mlflow.db
+    ...     state = logger.init(jax.random.key(42), config={"lr": 0.1})
+    ...     logger.log(state, {"loss": 0.5}, step=0)
+
+    `init`, `log`, `spool` and `tap` work under `jit` and `vmap`, with one run per lane.
 
     Values are double precision. MLflow's step is the step called `step`, or else the event's first step, or else one
     more than the last; other steps are metrics of their own. Arrays of up to 64 elements have one metric per element,

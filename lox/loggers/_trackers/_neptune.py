@@ -32,11 +32,13 @@ class NeptuneLogger(CurveLogger):
     `.neptune/offline`, and your own servers. So the mode is "offline" unless `mode` or the environment variable
     `NEPTUNE_MODE` is set.
 
-    ```python
-    with lox.loggers.NeptuneLogger(project="me/ppo") as logger:
-        states = jax.vmap(logger.init)(prng_keys)
-        jax.vmap(lambda state, prng_key: logger.tap(train, state, buffer=100)(prng_key))(states, prng_keys)
-    ```
+    >>> import jax, lox
+    >>> with lox.loggers.NeptuneLogger(project="me/ppo") as logger:
+    ...     state = logger.init(jax.random.key(42), config={"lr": 0.1})
+    ...     logger.log(state, {"loss": 0.5}, step=0)
+    [neptune] [info ] Neptune initialized. Open in the app: offline/...
+
+    `init`, `log`, `spool` and `tap` work under `jit` and `vmap`, with one run per lane.
 
     A key is a series, and each `/` in it makes a namespace. Values are double precision. Neptune's step is the step
     called `step`, or else the event's first step, or else one more than the last; other steps are series of their own.

@@ -32,11 +32,14 @@ _names: collections.defaultdict[str, Taken] = collections.defaultdict(Taken)
 class TrackioLogger(CurveLogger):
     """Logs to Trackio, one run per PRNG key, all of them live at once.
 
-    ```python
-    with lox.loggers.TrackioLogger("ppo") as logger:  # then: trackio show --project ppo
-        states = jax.vmap(logger.init)(prng_keys)
-        jax.vmap(lambda state, prng_key: logger.tap(train, state, buffer=100)(prng_key))(states, prng_keys)
-    ```
+    >>> import jax, lox
+    >>> with lox.loggers.TrackioLogger("ppo") as logger:  # then: trackio show --project ppo
+    ...     state = logger.init(jax.random.key(42), config={"lr": 0.1})
+    ...     logger.log(state, {"loss": 0.5}, step=0)
+    * Trackio project initialized: ppo
+    ...
+
+    `init`, `log`, `spool` and `tap` work under `jit` and `vmap`, with one run per lane.
 
     Keys that are logged together are in one row. Its step is the step called `step`, or else the event's first step, or
     else one more than the last; other steps are values in the same row. `lox.Histogram` and `lox.Image` are shown as

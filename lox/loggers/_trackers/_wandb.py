@@ -108,11 +108,10 @@ class _Rows:
 class WandbLogger(Logger):
     """Logs to Weights & Biases, one run per PRNG key, also under `vmap`.
 
-    >>> import jax, jax.numpy as jnp, lox
-    >>> logger = lox.loggers.WandbLogger(project="demo", group="seeds")  # doctest: +SKIP
-    >>> states = jax.vmap(logger.init)(jax.random.split(jax.random.key(0), 8))  # doctest: +SKIP
-    >>> jax.vmap(lambda state, x: logger.tap(train, state, buffer=100)(x))(states, xs)  # doctest: +SKIP
-    >>> logger.close()  # doctest: +SKIP
+    >>> import jax, lox
+    >>> with lox.loggers.WandbLogger(project="demo", group="seeds", mode="offline") as logger:
+    ...     state = logger.init(jax.random.key(42), config={"lr": 0.1})
+    ...     logger.log(state, {"loss": 0.5}, step=0)
 
     A run has the name that `init` gives it (`42`, or `42.1` if that is used again), has the config given to `init`, and
     belongs to `group` if there is one. W&B's environment variables (`WANDB_MODE`, `WANDB_DIR`, ...) work as usual.
