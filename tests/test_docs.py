@@ -113,14 +113,12 @@ def public_names():
         module = importlib.import_module(f"lox.{face}".rstrip("."))
         exported = set(re.findall(r"import (\w+) as \1$", inspect.getsource(module), flags=re.MULTILINE))
         for name, value in vars(module).items():
-            own = getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
-            tracker = face in ("wandb", "neptune") and name in ("log", "flush", "finish")
-            if (
-                name != "__version__"
-                and (own and (inspect.isfunction(value) or inspect.isclass(value)))
-                or name in exported
-                or tracker
-            ):
+            if name.startswith("_"):
+                continue
+            own = getattr(value, "__module__", None) == module.__name__
+            is_own = own and (inspect.isfunction(value) or inspect.isclass(value))
+            is_method = face in ("wandb", "neptune") and name in ("log", "flush", "finish")
+            if is_own or is_method or name in exported:
                 yield f"{module.__name__}.{name}", value
 
 
