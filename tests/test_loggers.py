@@ -1131,3 +1131,24 @@ def test_keys_that_are_logged_together_share_their_steps_and_run(options):
     for call in calls:
         assert call == [f"float32[{events}4]"] * 5 + step + valid + ["int32[4]"]
     assert calls
+
+
+def test_events_for_a_logger_that_is_closed_are_told_at_exit(tmp_path):
+    """If nobody closes it again, which nobody does after a `with`, the error comes when Python exits."""
+    program = """
+import warnings, jax, lox
+warnings.simplefilter("ignore")
+with lox.SaveLogger("runs") as logger:
+    state = logger.init(jax.random.key(0))
+    later = jax.jit(lambda state, x: logger.log(state, {"x": x}))
+    later(state, 1.0)
+later(state, 2.0)
+jax.effects_barrier()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert "lox._errors.LoxError" not in done.stderr  # under its public name
+    assert "lox.LoxError: events came after the logger was closed: they are lost" in done.stderr
+    assert lox.load(tmp_path / "runs", "0")["x"].tolist() == [1.0]

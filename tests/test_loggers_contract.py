@@ -240,6 +240,26 @@ def test_after_closing(case, tmp_path):
 
 @case
 @how
+def test_a_compiled_function_writes_to_the_run_of_its_state_not_to_the_logger_it_was_traced_with(case, how, tmp_path):
+    """The state of a new logger as an argument is enough: nothing is traced again, and no event goes to the old one."""
+    traced = []
+
+    @jax.jit
+    def step(state, x):
+        traced.append(x)
+        return getattr(logger, how)(train, state)(x)
+
+    for n, prng_key in enumerate(PRNG_KEYS):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        with case.make(folder) as logger:
+            assert float(step(logger.init(prng_key), float(n))) == 3.0 + n
+        check(case, logger, {str(7 + n): expected(float(n))})
+    assert len(traced) == 1
+
+
+@case
+@how
 def test_errors_do_not_reach_the_program(case, how, tmp_path, monkeypatch):
     logger = case.make(tmp_path)
     state = logger.init(PRNG_KEYS[0])

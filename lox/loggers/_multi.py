@@ -67,7 +67,7 @@ class _FanOut(Pipeline):
             other.open(copies, eager=False)
         for number, run in enumerate(runs):
             self._inside[run.id] = [copies[number].id for copies in inside]
-        self.runs.update({run.id: run for run in runs})
+        self.add(runs)
 
     def _copy(self, run: Run, other: Pipeline) -> Run:
         copy = other.new_run(run.impl, run.key, dict(run.config), run.name)
@@ -76,6 +76,8 @@ class _FanOut(Pipeline):
 
     def take(self, job: Job) -> None:
         """Hand a job to every logger."""
+        if (owner := self.owner(job)) is not self:
+            return owner.take(job)
         if job.packet.signal == END:
             for number in job.ids().tolist():
                 if number in self.runs:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,7 @@ class Pipeline:
         """Open runs. Errors reach a user who waits for it (`eager`), but never a compiled program."""
         self._register()
         if self._is_idle:
-            self.runs.update({run.id: run for run in runs})
+            self.add(runs)
             return
         found, missing = self._find([run for run in runs if run.resumed is not None])
         if missing and eager:
@@ -164,13 +165,13 @@ class Pipeline:
         busy = [run.id for run in list(self.runs.values()) if run.name in found]
         self._finish([number for number in busy if number not in self.broken])
         for together in [runs] if self._opens_lanes and runs else [[run] for run in runs]:
-            numbers = {run.id: run for run in together}
+            numbers = [run.id for run in together]
             if eager:
                 with self._lock:
                     self.logger.open_lanes(together)
-                    self.runs.update(numbers)
+                    self.add(together)
                 continue
-            self.runs.update(numbers)  # even if opening fails: the program goes on and sends events
+            self.add(together)  # even if opening fails: the program goes on and sends events
             self.broken.update(numbers)
             with self.isolated(f"opening {_run_names(together)}"):
                 if error := next((missing[run.id] for run in together if run.id in missing), None):
@@ -181,6 +182,11 @@ class Pipeline:
         # first run, and atexit calls the last one registered first.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
+
+    def add(self, runs: list[Run]) -> None:
+        """Take note of runs of this logger."""
+        self.runs.update({run.id: run for run in runs})
+        _owners.update({run.id: self for run in runs})
 
     def _find(self, runs: list[Run]) -> tuple[set[str], dict[int, Exception]]:
         """Give runs that are resumed the names that the logger knows them by; return these, and errors about others."""
@@ -227,10 +233,24 @@ class Pipeline:
         """Take a packet: events, or the end of runs."""
         self.take(Job(packet))
 
+    def owner(self, job: Job) -> "Pipeline":
+        """Return the logger whose runs these are: this one, or, if it is closed, perhaps another.
+
+        A compiled function keeps the logger that it was traced with. If it is called with the state of another one, the
+        events belong there.
+        """
+        if self.closed and not isinstance(job.packet, SplitPacket):
+            owners = {id(p): p for n in job.ids().tolist() if n >= 0 for p in [_owners.get(n, self)]}
+            if len(owners) == 1:
+                return next(iter(owners.values()))
+        return self
+
     def take(self, job: Job) -> None:
         """Queue a job, unless another process writes it."""
         packet = job.packet
-        if isinstance(packet, SplitPacket):
+        if (owner := self.owner(job)) is not self:
+            owner.take(job)
+        elif isinstance(packet, SplitPacket):
             self._take_parts(packet, job.rename)
         elif packet.signal is None and packet.of_several_processes and self._is_idle:
             self.errors.add(_errors.of_this_process(self.name), "taking events")
@@ -274,6 +294,8 @@ class Pipeline:
         """Queue a job for the writer's thread, which does the rest: the program waits for this method."""
         if self.closed or not self.is_of_this_process:
             self.errors.add(_errors.LoxError("events came after the logger was closed: they are lost"), "taking events")
+            if self.is_of_this_process:  # the error is raised when Python exits, if nobody closes the logger again
+                _open_pipelines[id(self)] = self
             return
         self._register().put(job, job.size)
 
@@ -325,6 +347,7 @@ class Pipeline:
     def forget(self, number: int) -> Run:
         """Keep only the name of a run that ends, for messages: a tracker's client may hold much for each run."""
         self.ended[number] = self.runs[number].name  # first, as other threads look it up
+        _owners.pop(number, None)
         return self.runs.pop(number)
 
     def _write_all(self, jobs: list[Job]) -> None:
@@ -409,11 +432,11 @@ class Pipeline:
 
     def shut(self, failure: BaseException | None = None) -> list[Exception]:
         """End all runs and return the errors. `failure` is the exception that ended the program, if any."""
+        _open_pipelines.pop(id(self), None)
         if self.closed:
             return self.errors.take()  # about events that came too late
         errors = self._commit()
         self.closed = True
-        _open_pipelines.pop(id(self), None)
         if self.is_of_this_process:
             self._drain()  # events that other threads have sent meanwhile
             if self._writer is not None:
@@ -444,6 +467,7 @@ def effects() -> list[Exception]:
 
 
 _open_pipelines: dict[int, Pipeline] = {}
+_owners: Any = weakref.WeakValueDictionary()  # the pipeline of each run that has not ended, by its number
 
 
 def _close_all() -> None:
