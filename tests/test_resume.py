@@ -658,7 +658,7 @@ def test_kill_a_training_and_resume_it(tmp_path: Any) -> None:
                     break
         logs = lox.load(path / "runs", jax.vmap(jax.random.key)(jnp.arange(2)))
         assert same(logs, expected)
-        assert {run.resumed for run in lox.runs(path / "runs")} <= {"resumed exactly", None}
+        assert {run.resumed for run in lox.runs(path / "runs")} <= {"resumed exactly", "resumed, no step computed twice", None}
 
 
 @pytest.mark.slow
@@ -726,3 +726,15 @@ def test_checkpoints_of_orbax(tmp_path: Any) -> None:
     logs = lox.load(tmp_path / "killed" / "runs", keys)
     assert same(logs, lox.load(tmp_path / "whole" / "runs", keys)) and logs.step["loss"].shape == (2, 60)
     assert {(run.attempts, run.resumed) for run in lox.runs(tmp_path / "killed" / "runs")} == {(4, "resumed exactly")}
+
+
+def test_resuming_where_nothing_was_written_is_not_called_exact(tmp_path):
+    """The first attempt has written steps 0 to 3, and the next begins at 4: no step can be compared."""
+    for first in (0, 4):
+        with lox.SaveLogger(tmp_path) as logger:
+            state = logger.resume(jax.random.key(0), step=first)
+            for n in range(first, first + 4):
+                logger.log(state, {"loss": 1.0 / (n + 1)}, step=n)
+    (run,) = lox.runs(tmp_path)
+    assert run.resumed == "resumed, no step computed twice"
+    assert lox.load(tmp_path, "0").step["loss"].tolist() == list(range(8))

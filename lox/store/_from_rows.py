@@ -148,20 +148,20 @@ def _least(steps: Array) -> Array:
     return steps.reshape(len(steps), -1).min(1) if steps.ndim > 1 else steps
 
 
-def first_difference(old: list[Chunk], new: list[Chunk], step: str) -> Any:
-    """Return the first step at which recomputed events of a key are not the same bits; None if there is none."""
+def first_difference(old: list[Chunk], new: list[Chunk], step: str) -> tuple[bool, Any]:
+    """Return whether events of a key were computed twice, and the first step at which they are not the same bits."""
     before, after = [join([in_order(kind)]) for kind in (old, new)]
     if step not in before.events.steps or step not in after.events.steps:
-        return None  # they cannot be compared
+        return False, None  # they cannot be compared
     numbers = [_least(chunk.events.steps[step].tree) for chunk in (before, after)]
     orders = [np.argsort(x, kind="stable") for x in numbers]
     numbers = [x[order] for x, order in zip(numbers, orders, strict=True)]
     if not len(numbers[0]) or not len(numbers[1]):
-        return None
+        return False, None
     # Only steps that both have reached: an attempt may begin earlier, or may have ended earlier.
     first, last = max(x[0] for x in numbers), min(x[-1] for x in numbers)
     if first > last:
-        return None
+        return False, None
     spans = [slice(int(np.searchsorted(x, first)), int(np.searchsorted(x, last, "right"))) for x in numbers]
     orders = [order[span] for order, span in zip(orders, spans, strict=True)]
     numbers = [x[span] for x, span in zip(numbers, spans, strict=True)]
@@ -170,18 +170,18 @@ def first_difference(old: list[Chunk], new: list[Chunk], step: str) -> Any:
     same = numbers[0][:common] == numbers[1][:common]
     for a, b in zip(jax.tree.leaves(before.events), jax.tree.leaves(after.events), strict=False):
         if a.dtype != b.dtype or a.shape[1:] != b.shape[1:]:
-            return numbers[0][0].item()
+            return True, numbers[0][0].item()
         x, y = [np.ascontiguousarray(z[order][:common]) for z, order in zip((a, b), orders, strict=True)]
         bits = [z.reshape(common, -1).view(np.uint8).reshape(common, -1) if z.size else None for z in (x, y)]
         if bits[0] is not None and bits[1] is not None:
             same &= (bits[0] == bits[1]).all(1)
     if not same.all():
         at = int(np.argmin(same))
-        return min(numbers[0][at], numbers[1][at]).item()
+        return True, min(numbers[0][at], numbers[1][at]).item()
     if counts[0] != counts[1]:
         longer = numbers[0] if counts[0] > counts[1] else numbers[1]
-        return longer[common].item()
-    return None
+        return True, longer[common].item()
+    return True, None
 
 
 def activity(

@@ -506,6 +506,7 @@ class Reader:
         read = lambda entry: _shards.without_numbers(self._read(entry, everything, timed=True))  # noqa: E731
         parts = [list(map(read, entries)) for entries in attempts]
         found: list[tuple[Any, str]] = []
+        compared = False
         for n, (later, *_) in enumerate(attempts):
             if later.resumed is None:
                 continue
@@ -518,10 +519,12 @@ class Reader:
                         old = self._without_replaced(old, entry, between)
                     new = of_process.get(_process(entry), {})
                     for key in old.keys() & new.keys():
-                        at = _from_rows.first_difference(old[key], new[key], step)
+                        both, at = _from_rows.first_difference(old[key], new[key], step)
+                        compared |= both
                         if at is not None:
                             found.append((at, f"differs from {step}={at} on ({key!r})"))
-        return min(found)[1] if found else "resumed exactly"
+        same = "resumed exactly" if compared else "resumed, no step computed twice"
+        return min(found)[1] if found else same
 
     def _chunks_of_all(self, names: list[str], select: Select) -> dict[str, Chunks]:
         return self._whole(names, lambda: self._all_chunks(names, select))

@@ -85,7 +85,11 @@ class Run:
 
     @functools.cached_property
     def resumed(self) -> str | None:
-        """If it was resumed: "resumed exactly", or from which step on, and in which key, the new attempt differs."""
+        """If it was resumed: "resumed exactly" if what was computed again came out the same, else where it differs.
+
+        That is from which step on, and in which key. If nothing was computed again, there is nothing to compare, and it
+        says so.
+        """
         return None if self._compare is None else self._compare(self.name)
 
     @functools.cached_property
