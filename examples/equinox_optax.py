@@ -82,7 +82,7 @@ def train_step(model, moments, batch, step):
     zeros = jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_array))
     total, numbers = jax.lax.scan(micro_step, zeros, batch)
     grads = jax.tree.map(lambda t: t / numbers.sum(), total)
-    lox.log({"grad_norm": optax.global_norm(grads), "values": numbers.sum()}, step=step)
+    lox.log({"grad_norm": optax.tree.norm(grads), "values": numbers.sum()}, step=step)
     changes, moments = optimizer.update(grads, moments)
     return eqx.apply_updates(model, changes), moments
 

@@ -73,7 +73,7 @@ def loss(model, pictures, kinds):
 def train_step(model, optimizer, pictures, kinds):
     with lox.scope("train"):
         grads = nnx.grad(loss)(model, pictures, kinds)
-        lox.log({"grad_norm": optax.global_norm(grads)})
+        lox.log({"grad_norm": optax.tree.norm(grads)})
     optimizer.update(model, grads)
 
 

@@ -52,7 +52,7 @@ def train_step(training, prng_key, step):
     # All random numbers come from the seed and the step, so that a step that is computed again has the same.
     x = jax.random.uniform(jax.random.fold_in(prng_key, step), (BATCH, 2), minval=-1.0)
     grads = jax.grad(loss)(training["params"], x, step)
-    lox.log({"grad_norm": optax.global_norm(grads)}, step=step)
+    lox.log({"grad_norm": optax.tree.norm(grads)}, step=step)
     changes, moments = optimizer.update(grads, training["moments"])
     return {"params": optax.apply_updates(training["params"], changes), "moments": moments}
 

@@ -114,7 +114,7 @@ optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0.0, 6e-3, 20, STEPS))
 
 def train_step(params, moments, batch, step):
     grads = jax.grad(loss)(params, batch, step)
-    lox.log({"grad_norm": optax.global_norm(grads)}, step=step)
+    lox.log({"grad_norm": optax.tree.norm(grads)}, step=step)
     updates, moments = optimizer.update(grads, moments)
     return optax.apply_updates(params, updates), moments
 
