@@ -1,4 +1,4 @@
-"""PPO on a cart with a pole, in plain JAX: the training that the examples of trackers share.
+"""PPO on a cart with a pole, in plain JAX: the training that `ppo_sweep.py` and the examples of trackers share.
 
 Everything is compiled, and everything is logged where it is computed: episode lengths in the training loop, losses in
 the loss function, gradients where they are taken. `train` does not know where its logs go.
@@ -67,13 +67,16 @@ def rollout(params, states, prng_key):
 
 
 def advantages(values, fallen, last_value):
-    """Generalised advantage estimation. The reward is 1 as long as the pole stands."""
+    """Generalised advantage estimation. The reward is `1 - DISCOUNT` as long as the pole stands.
+
+    So values are at most 1. The gradients of larger ones would drown those of the policy, which has the same layers.
+    """
 
     def back(carry, step):
         next_value, trace = carry
         value, fallen = step
         goes_on = 1.0 - fallen
-        trace = 1.0 + DISCOUNT * next_value * goes_on - value + DISCOUNT * TRACE * goes_on * trace
+        trace = 1.0 - DISCOUNT + DISCOUNT * next_value * goes_on - value + DISCOUNT * TRACE * goes_on * trace
         return (value, trace), trace
 
     start = (last_value, jnp.zeros_like(last_value))
@@ -106,7 +109,7 @@ def heat_map(states):
     return lox.Image(jnp.sqrt(visits / jnp.maximum(visits.max(), 1.0)))
 
 
-def train(prng_key, learning_rate=3e-3):
+def train(prng_key, learning_rate=3e-3, updates=UPDATES):
     """Train one agent from its PRNG key; return how long episodes lasted."""
     init_key, env_key, loop_key = jax.random.split(prng_key, 3)
     params = init(init_key)
@@ -133,4 +136,4 @@ def train(prng_key, learning_rate=3e-3):
         lox.log({"visited": heat_map(batch[0])}, step=number * EPOCHS)
         return (params, moments, states), episode
 
-    return jax.lax.scan(update, (params, (zeros, zeros), states), jnp.arange(UPDATES))[1]
+    return jax.lax.scan(update, (params, (zeros, zeros), states), jnp.arange(updates))[1]
