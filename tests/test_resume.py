@@ -658,7 +658,11 @@ def test_kill_a_training_and_resume_it(tmp_path: Any) -> None:
                     break
         logs = lox.load(path / "runs", jax.vmap(jax.random.key)(jnp.arange(2)))
         assert same(logs, expected)
-        assert {run.resumed for run in lox.runs(path / "runs")} <= {"resumed exactly", "resumed, no step computed twice", None}
+        assert {run.resumed for run in lox.runs(path / "runs")} <= {
+            "resumed exactly",
+            "resumed, no step computed twice",
+            None,
+        }
 
 
 @pytest.mark.slow
