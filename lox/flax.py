@@ -18,7 +18,6 @@
 The module can be imported without Flax.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from lox import _compat, _errors
 from lox._data._sites import warn
 from lox._engine import _scope
 from lox._engine._primitive import log
+from lox._transforms import _call
 
 R = TypeVar("R")
 
@@ -89,7 +89,7 @@ def _linen_logging_sown(apply: Any, collection: Any, options: dict[str, Any]) ->
     if not isinstance(collection, str):
         raise _errors.LogTypeError(f"`collection` is {collection!r}; in Linen it is a name, such as 'intermediates'.")
 
-    @functools.wraps(apply)
+    @_call.wraps(apply)
     def applied(*args: Any, mutable: Any = False, **kwargs: Any) -> Any:
         out, state = apply(*args, mutable=flax_scope.union_filters(mutable, collection), **kwargs)
         _log_events(state.get(collection, {}), repr(collection), options)
@@ -111,7 +111,7 @@ def _nnx_logging_sown(fun: Any, kind: Any, options: dict[str, Any]) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, nnx.Variable)):
         raise _errors.LogTypeError(f"`collection` is {kind!r}; in NNX it is a type, such as `nnx.Intermediate`.")
 
-    @functools.wraps(_function(fun))
+    @_call.wraps(fun)
     def called(*args: Any, **kwargs: Any) -> Any:
         model = _nnx_model(fun, args)
         if model is None:
@@ -122,11 +122,6 @@ def _nnx_logging_sown(fun: Any, kind: Any, options: dict[str, Any]) -> Any:
 
     setattr(called, _MODEL, _nnx_model(fun))
     return called
-
-
-def _function(fun: Any) -> Any:
-    """What a callable shows of itself."""
-    return fun if inspect.isroutine(fun) else type(fun).__call__
 
 
 def _nnx_model(fun: Any, args: Any = ()) -> Any:
@@ -192,7 +187,7 @@ def scope_modules(fun: Callable[..., R]) -> Callable[..., R]:
     if isinstance(fun, nn.Module):
         raise _errors.LogTypeError("`lox.flax.scope_modules` got a module of Linen: give it `model.apply`.")
 
-    @functools.wraps(_function(fun))
+    @_call.wraps(fun)
     def scoped(*args: Any, **kwargs: Any) -> Any:
         model = _nnx_model(fun, args)
         if model is not None:

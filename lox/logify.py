@@ -17,7 +17,6 @@ This is `lox.log` and `lox.spool` under other names, so it works under any order
 flow. A name may be logged with several reductions, which are kept apart.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,7 @@ from lox._data._logdict import logdict
 from lox._engine import _primitive
 from lox._engine._selection import Selection
 from lox._transforms import _spool
-from lox._transforms._call import P, R
+from lox._transforms._call import P, R, wraps
 
 REDUCTIONS = ("replace", "append", "mean", "sum")
 _TAG = "lox.logify"
@@ -106,7 +105,7 @@ def logify(fun: Callable[P, R]) -> Callable[P, tuple[R, Logs]]:
     selection = Selection(tags=frozenset([_TAG]), expected=False)  # there may be nothing to return
     spooled = _spool.collecting(fun, _spool.Collect(selection))
 
-    @functools.wraps(fun)
+    @wraps(fun)
     def logified(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Logs]:
         out, logs = spooled(*args, **kwargs)
         return out, Logs(logs)

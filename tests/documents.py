@@ -114,9 +114,9 @@ class Reader:
         raise Failure(f"{name}:{block.line}: {what}")
 
     def run_examples(self, block: Block) -> None:
-        examples = doctest.DocTestParser().get_doctest(
-            block.text, self.names, self.page.name, str(self.page), block.line
-        )
+        # Each block has a name of its own, by which doctest finds its source: functions live on in later blocks.
+        name = f"{self.page.name}:{block.line}"
+        examples = doctest.DocTestParser().get_doctest(block.text, self.names, name, str(self.page), block.line)
         examples.globs = self.names  # the parser has copied them
         said: list[str] = []
         failed, attempted = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False).run(

@@ -84,6 +84,37 @@ def test_flax_modules_with_state() -> None:
 
 # --- Equinox -------------------------------------------------------------------------------------
 
+
+def test_callables_without_a_name(tmp_path: Any) -> None:
+    """What some of Equinox's wrappers have as `__name__` is not a string."""
+    eqx = library("equinox")
+
+    class Double(eqx.Module):
+        def __call__(self, x: Any) -> Any:
+            lox.log({"x": x})
+            lox.logify.log("y", x)
+            return 2 * x
+
+    f = eqx.filter_jit(eqx.filter_vmap(Double()))
+    assert not isinstance(f.__name__, str)
+    xs = jnp.arange(3.0)
+    for g in (lox.spool(f), lox.logify.logify(f)):
+        assert g(xs)[0].tolist() == [0.0, 2.0, 4.0]
+    received: list[Any] = []
+    with lox.SaveLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0))
+        for g in (
+            lox.tap(f, received.append),
+            lox.nolog(f),
+            lox.keep(f, "x"),
+            lox.watch(f),
+            logger.tap(f, state),
+            logger.spool(f, state),
+        ):
+            assert g(xs).tolist() == [0.0, 2.0, 4.0]
+    assert received and lox.load(tmp_path, "0")["x"].shape == (2, 3)
+
+
 KINDS = ["lax", "checkpointed", "bounded"]
 STARTS = jnp.array([4.0, 32.0, 1.0])
 HALVED = [[4.0, 2.0], [32.0, 16.0, 8.0, 4.0, 2.0], []]

@@ -843,3 +843,39 @@ def test_buffered_events_are_printed_with_the_steps_of_each_key(capsys):
 def test_import_does_not_warn():
     done = subprocess.run([sys.executable, "-W", "error", "-c", "import lox"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_logs_that_are_logged_again_invent_no_event():
+    """Over no events, a reduced key is NaN, with `valid` False: that is not an event."""
+
+    def inner(n):
+        def step(carry, i):
+            lox.log({"x": i.astype(float), "y": i}, where=i < n)
+            return carry, None
+
+        jax.lax.scan(step, 0, jnp.arange(3))
+        lox.log({"n": n})
+
+    def outer():
+        def step(carry, n):
+            lox.log(lox.spool(inner, reduce={"x": "mean", "y": "count"})(n)[1], step=n)
+            return carry, None
+
+        return jax.lax.scan(step, 0, jnp.arange(3))[0]
+
+    for f in (outer, jax.jit(outer)):
+        logs = lox.spool(f)()[1]
+        assert logs["x"].tolist() == [0.0, 0.5] and logs.step["x"].tolist() == [1, 2]
+        assert logs["n"].tolist() == [0, 1, 2] and logs["y"].tolist() == [1, 2]
+    logs = lox.spool(jax.vmap(lambda n: lox.log(lox.spool(inner, "x", reduce="mean")(n)[1], where=n != 2)))(
+        jnp.arange(3)
+    )
+    assert [logs[1].lane(n)["x"].tolist() for n in range(3)] == [[], [0.0], []]
+    # A value that holds padding would be as wrong.
+    with pytest.raises(lox.LogTypeError) as error:
+        jax.jit(lambda: lox.log(lox.spool(inner)(1)[1]))()
+    assert str(error.value) == (
+        "`lox.log` cannot log 'x' and 'y', of which only some events happened, as one value: the others are padding.\n"
+        'Either log what they come to:   lox.spool(f, reduce="mean")\n'
+        "or leave them to the outside:   lox.spool(f, keep_logs=True)"
+    )

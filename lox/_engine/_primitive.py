@@ -150,6 +150,9 @@ def log(
         raise _errors.LogTypeError(f"`lox.log` takes a mapping from names to values, not {type(data).__name__}.")
     if not isinstance(prefix, str):
         raise _errors.LogTypeError(f"`prefix` is {prefix!r}; it must be a string.")
+    if isinstance(data, logdict) and data.valid:
+        options: dict[str, Any] = dict(tags=tags, reduce=reduce, prefix=prefix, weight=weight, explicit=explicit)
+        return _log_again(data, where, options | steps)
     values, treedefs, reductions = {}, {}, {}
     for key, value in data.items():
         if not isinstance(key, str):
@@ -182,6 +185,23 @@ def log(
         _hidden.check_log(_compat.LogMark(tuple(values), event.site), sys._getframe())
         bind(event)
     return event.as_logdict()
+
+
+def _log_again(logs: logdict, where: Any, options: dict[str, Any]) -> logdict:
+    """Log what `spool` has returned, without inventing events: a reduced key may have had none."""
+    ragged = [key for key, valid in logs.valid.items() if valid.ndim]
+    if ragged:
+        raise _errors.LogTypeError(
+            f"`lox.log` cannot log {_errors.listing(ragged)}, of which only some events happened, as one value: "
+            "the others are padding.\n"
+            'Either log what they come to:   lox.spool(f, reduce="mean")\n'
+            "or leave them to the outside:   lox.spool(f, keep_logs=True)"
+        )
+    rest = {key: value for key, value in logs.items() if key not in logs.valid}
+    again = log(rest, where=where, **options)
+    for key, valid in logs.valid.items():
+        again |= log({key: logs[key]}, where=valid if where is None else jnp.logical_and(where, valid), **options)
+    return again
 
 
 _WIDER = "Let JAX use 64 bits, `jax.config.update('jax_enable_x64', True)`, or log it as a float."

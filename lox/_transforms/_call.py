@@ -1,5 +1,6 @@
 """Shared by `spool`, `tap`, `nolog` and `keep`: options, and calling jitted functions at the speed of jit."""
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -14,6 +15,7 @@ from lox._engine import _trace
 # The parameters and the result of a transformed function.
 P = ParamSpec("P")
 R = TypeVar("R")
+Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
 
 Transform = Callable[..., Any]  # (function, arguments, keyword arguments, *given)
 
@@ -32,6 +34,18 @@ def count_option(name: str, given: Any) -> Any:
     if given is None or (isinstance(given, int | np.integer) and not isinstance(given, bool) and given > 0):
         return given
     raise _errors.OptionError(f"`{name}` is {given!r}; it must be a positive integer.")
+
+
+def wraps(fun: Any) -> Callable[[Wrapper], Wrapper]:
+    """As `functools.wraps`, for every callable: what some objects have as `__name__` is not a string."""
+    is_text = {name: isinstance(getattr(fun, name, None), str) for name in ("__name__", "__qualname__")}
+    names = [name for name in functools.WRAPPER_ASSIGNMENTS if is_text.get(name, True)]
+
+    def decorate(wrapper: Wrapper) -> Wrapper:
+        functools.update_wrapper(wrapper, fun, names)
+        return wrapper
+
+    return decorate
 
 
 def prefix_option(given: Any) -> str:

@@ -1,7 +1,6 @@
 """`lox.nolog` and `lox.keep`: programs without some of their logs."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,7 +47,7 @@ def _removing(fun: Callable[P, R], handler: Remove) -> Callable[P, R]:
     def remove(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _trace.run_staged(handler, fun, args, kwargs)
 
-    @functools.wraps(fun)
+    @_call.wraps(fun)
     def removed(*args: P.args, **kwargs: P.kwargs) -> R:
         return _call.call(fun, handler, remove, args, kwargs)
 

@@ -1,7 +1,6 @@
 """`lox.spool`: logs as a result."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -372,7 +371,7 @@ def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Calla
         with _compat.own_transfers():
             return out, finish(handler, frame, prefix)
 
-    @functools.wraps(fun)
+    @_call.wraps(fun)
     def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:
         out, logs = _call.call(fun, (handler, prefix), collect, args, kwargs)
         if (logs.valid or logs.dropped) and not _is_traced(logs):

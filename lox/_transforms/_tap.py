@@ -1,7 +1,6 @@
 """`lox.tap`: stream logs to a callback while the program runs."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,7 +76,7 @@ def tap(
     stream = streaming(Stream, argnames, tags, prefix, interval, reduce, buffer)
     function = one_for(callback, Delivery) if buffer is None else one_for(callback, BufferedDelivery, buffer)
 
-    @functools.wraps(fun)
+    @_call.wraps(fun)
     def tapped(*args: P.args, **kwargs: P.kwargs) -> R:
         return stream(fun, args, kwargs, connect(function))
 

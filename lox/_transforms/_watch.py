@@ -29,7 +29,7 @@ from lox._engine._handler import Frame, Handler, Keep
 from lox._engine._primitive import bind
 from lox._engine._selection import Names, Selection
 from lox._errors import NonFiniteError
-from lox._transforms._call import P, R
+from lox._transforms._call import P, R, wraps
 from lox._transforms._deliver import HostFunction, connect, one_for
 from lox._transforms._state import typed_like
 from lox._transforms._tap import run
@@ -228,7 +228,7 @@ def watch(
     report = one_for(_raise if callback is None else callback, Report)
     selection = Selection.of(argnames, tags)
 
-    @functools.wraps(fun)
+    @wraps(fun)
     def watched(*args: P.args, **kwargs: P.kwargs) -> R:
         connection = connect(report)
         return run(Watch(selection, connection.deliver), fun, args, kwargs, connection, {})

@@ -256,7 +256,7 @@ class Logger:
         _spool(fun, **options)  # raises errors about options now and not at the call
         hashable = _hashable(options)
 
-        @functools.wraps(fun)
+        @_call.wraps(fun)
         def spooled(*args: P.args, **kwargs: P.kwargs) -> R:
             self._pipeline.require_open("spool")
             self._entered()
@@ -297,7 +297,7 @@ class Logger:
         run = self._run_of(state, "tap")
         stream = streaming(RoutedStream, argnames, tags, prefix, interval, reduce, buffer)
 
-        @functools.wraps(fun)
+        @_call.wraps(fun)
         def tapped(*args: P.args, **kwargs: P.kwargs) -> R:
             self._pipeline.require_open("tap")
             self._entered()
