@@ -44,7 +44,7 @@ def main(directory="lox-ppo-sweep"):
     found = lox.compare(directory, "episode_length", by="lr", at=last_updates)
     print(f"\n{found}\n")
 
-    curves = lox.plot(directory, ["episode_length", "entropy", "loss/*"], by="lr", lanes=True)
+    curves = lox.plot(directory, ["episode_length", "entropy", "loss/*"], by="lr")
     print(f"curves of {len(lox.runs(directory))} runs: {curves.save(Path(directory, 'curves.html'))}")
     print(f"in a browser, with all that was logged: lox ui {directory}")
     return found

@@ -8,12 +8,12 @@ every layer has logged exactly once per step, in order.
 """
 
 import argparse
-import os
-
-# Eight devices out of one CPU, as with eight GPUs but slower. Without this line, it runs on the devices that there are.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-
 import functools
+import os
+from pathlib import Path
+
+# Before JAX is imported: eight devices out of one CPU. Where there are GPUs, these are used, however many they are.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 import jax
 import jax.numpy as jnp
@@ -167,14 +167,15 @@ def main(directory="lox-transformer"):
     count = len(logs["layers/norm"])
     print(f"\n{STEPS} steps × {LAYERS} layers: {count} events of a key, each layer once per step, in order")
 
+    layers = [logs.filter("layers/*").slice[n::LAYERS] for n in range(LAYERS)]
     print("\nstep   loss  |grad|   norm after each layer        attention of each layer, in bits")
-    by_layer = {key: logs[key].reshape(STEPS, LAYERS) for key in logs.filter("layers/*")}
     for step in [*range(0, STEPS, 50), STEPS - 1]:
-        norms, bits = (" ".join(f"{x:6.2f}" for x in values[step]) for values in by_layer.values())
+        norms, bits = (" ".join(f"{layer[key][step]:6.2f}" for layer in layers) for key in layers[0])
         print(f"{step:4} {logs['loss'][step]:6.3f} {logs['grad_norm'][step]:7.3f}  {norms}  {bits}")
 
     print(f"\nit goes on from 'This is the cow': {continue_text(params, 'This is the cow', CONTEXT)!r}")
-    print(f"\nthe curves: lox ui {directory}")
+    by_layer = lox.plot({f"layer {n}": layer for n, layer in enumerate(layers)})
+    print(f"\nthe curves: lox ui {directory}; layer by layer: {by_layer.save(Path(directory, 'layers.html'))}")
     return logs
 
 

@@ -93,6 +93,7 @@ def test_transformer(tmp_path):
     (run_,) = lox.runs(tmp_path / "lox-transformer")
     assert run_.config["devices"] == (8 if jax.default_backend() == "cpu" else jax.device_count())
     assert "1000 events of a key, each layer once per step, in order" in out
+    assert "layer 3" in (tmp_path / "lox-transformer" / "layers.html").read_text(encoding="utf-8")
 
 
 def test_the_transformer_computes_its_layers_twice(monkeypatch):
