@@ -846,3 +846,15 @@ def test_a_bar_that_cannot_be_drawn_does_not_end_the_program(monkeypatch):
     with pytest.warns(lox.LoxWarning, match="the progress bar failed and is gone: ZeroDivisionError"):
         assert int(jax.jit(lambda: progress.scan(lambda c, _: (c + 1, None), 0)[0])()) == 5
         jax.effects_barrier()
+
+
+def test_a_summary_after_the_steps_does_not_move_the_bar_back(capsys):
+    def body(carry, i):
+        lox.log({"a": carry}, step=2 * i)
+        lox.log({"b": carry}, step=2 * i + 1)
+        lox.log({"late": carry}, step=2 * i)
+        return carry, None
+
+    with lox.ConsoleLogger(progress={"step": 20}) as logger:
+        logger.tap(lambda: jax.lax.scan(body, 0.0, jnp.arange(10))[0], logger.init(jax.random.key(0)))()
+    assert "step 19/20 (100%, done)" in capsys.readouterr().out.splitlines()[-1]

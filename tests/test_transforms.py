@@ -1039,3 +1039,24 @@ def test_keys_in_another_order(loop: str, options: dict[str, Any], buffer: int |
     jax.effects_barrier()
     got = {key: [v for logs in received if key in logs for v in np.ravel(logs[key]).tolist()] for key in expected}
     assert (got if "reduce" not in options else {k: [sum(v)] for k, v in got.items()}) == expected
+
+
+@pytest.mark.parametrize("removed", [lox.nolog, lambda f: lox.keep(f, "kept")], ids=["nolog", "keep"])
+def test_results_that_jax_does_not_know_are_returned_as_they_are(removed):
+    """As from `spool`, `tap` and the function itself: a function, a string, a number, None."""
+
+    def f(x):
+        lox.log({"x": x})
+        lox.log({"kept": x}, explicit=True)
+        return {"x": 2 * x, "fun": jnp.tanh, "name": "f", "number": 3, "none": None, "array": jnp.zeros(2)}
+
+    @jax.jit
+    def g(x):
+        out = removed(f)(x)
+        assert out["fun"] is jnp.tanh and out["name"] == "f" and out["number"] == 3 and out["none"] is None
+        assert isinstance(out["number"], int)
+        return out["fun"](out["x"]) + out["array"]
+
+    assert g(1.0).tolist() == pytest.approx([np.tanh(2.0)] * 2)
+    assert jax.vmap(g)(jnp.ones(3)).shape == (3, 2)
+    assert jax.jacobian(g)(1.0).shape == (2,)

@@ -234,13 +234,18 @@ def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], k
             replaced[n] = x
         args, kwargs = jax.tree.unflatten(treedef, replaced)
         out, tree = jax.tree.flatten(fun(*args, **kwargs))
-        box.append(tree)
-        return out
+        computed = [n for n, x in enumerate(out) if isinstance(x, _compat.Tracer)]
+        # All else is returned as it is: it may be a function or a string, and a number stays one.
+        box.append((tree, computed, [None if n in computed else x for n, x in enumerate(out)]))
+        return [out[n] for n in computed]
 
     given = [leaves[n] for n in traced]
     jaxpr = _compat.make_jaxpr(lambda *xs: run_function(handler, flat, xs, {})[0], types_of(given))
     jaxpr = _compat.without_dead_code(jaxpr, types_of(given))
-    return jax.tree.unflatten(box[0], _compat.jaxpr_as_fun(jaxpr)(*given))
+    tree, computed, out = box[0]
+    for n, x in zip(computed, _compat.jaxpr_as_fun(jaxpr)(*given), strict=True):
+        out[n] = x
+    return jax.tree.unflatten(tree, out)
 
 
 def run_function(

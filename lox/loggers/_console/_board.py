@@ -151,7 +151,9 @@ class Board:
                 valid = self._update_key(ids, key, _in_numbers(values), bundle.valid and bundle.valid.tree)
                 for name, x in bundle.steps.items():
                     steps = x.tree.astype(np.float64).reshape(*valid.shape, -1).max(2)
-                    _keep_last(self._steps.setdefault(name, {}), ids, steps, valid)
+                    # How far a run is does not go back, though a summary may be logged after the steps it is about.
+                    keep = _keep_most if name in self._totals else _keep_last
+                    keep(self._steps.setdefault(name, {}), ids, steps, valid)
             self._recent.append((now, self._events - before))
             while self._recent and self._recent[0][0] < now - _WINDOW:
                 self._recent.popleft()
@@ -205,6 +207,13 @@ class Board:
     def _first(self, name: str) -> float:
         """Return the step at which the runs began, as a mean; those that are not resumed, at 0."""
         return sum(number for step, number in self._resumed if step == name) / max(len(self._runs), 1)
+
+
+def _keep_most(most: dict[int, float], ids: list[int], x: np.ndarray, valid: np.ndarray) -> None:
+    """Remember the largest valid number of each run, of numbers `(lane, event)`."""
+    for number, events, is_valid in zip(ids, x, valid, strict=True):
+        if is_valid.any():
+            most[number] = max(most.get(number, -math.inf), float(events[is_valid].max()))
 
 
 def _keep_last(last: dict[int, float], ids: list[int], x: np.ndarray, valid: np.ndarray) -> None:
