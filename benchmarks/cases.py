@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peers
 import saving
 import storage
 import trackers
@@ -349,4 +350,5 @@ CASES = {
     **storage.CASES,
     **saving.CASES,
     **trackers.CASES,
+    **peers.CASES,
 }
