@@ -39,8 +39,8 @@ docs:  ## build the documentation (ARGS="-b linkcheck" looks for dead links, als
 fuzz:  ## random programs against plain Python (N=1000, SEED=0)
 	@LOX_FUZZ_N=$(N) LOX_FUZZ_SEED=$(SEED) $(ENVS) run -m pytest -n 2 tests/test_fuzz.py $(ARGS)
 
-bench:  ## run time and compile time as ratios to hand-written code
-	@$(ENVS) run benchmarks/run.py $(ARGS)
+bench:  ## run time and compile time as ratios to hand-written code; other ways of logging beside it (ARGS="peers peers-right")
+	@$(ENVS) bench $(ARGS)
 
 soak:  ## a long training in three minutes: does memory, or anything else, grow? (ARGS="--minutes 20", ARGS="tap wandb")
 	@$(ENVS) run benchmarks/soak.py $(ARGS)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peers
 import saving
 import storage
 import trackers
@@ -16,6 +17,9 @@ import training
 from timing import Row, compare
 
 import lox
+
+logged_training = functools.partial(training.logged, lox.log)
+logged_nested = functools.partial(training.logged_nested, lox.log)
 
 
 def blocking(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
@@ -48,25 +52,25 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], Callable[..., Any], An
 
     yield (
         "scan",
-        spool(training.logged),
+        spool(logged_training),
         training.by_hand,
         (params, batches),
     )
     yield (
         "nested scan",
-        spool(training.logged_nested),
+        spool(logged_nested),
         training.by_hand_nested,
         (params, batches),
     )
     yield (
         "vmap(spool(scan))",
-        vmap(spool(training.logged), **lanes),
+        vmap(spool(logged_training), **lanes),
         vmap(training.by_hand, **lanes),
         (seeds, batches),
     )
     yield (
         "spool(vmap(scan))",
-        spool(vmap(training.logged, **lanes)),
+        spool(vmap(logged_training, **lanes)),
         vmap(training.by_hand, **lanes, out_axes=(0, 1)),
         (seeds, batches),
     )
@@ -98,7 +102,7 @@ def trace_and_lower() -> Iterator[Row]:
 def nolog() -> Iterator[Row]:
     prng_key = jax.random.key(0)
     args = training.init(prng_key), training.data(prng_key)
-    removed, plain = jax.jit(lox.nolog(training.logged)), jax.jit(training.plain)
+    removed, plain = jax.jit(lox.nolog(logged_training)), jax.jit(training.plain)
 
     # The first line of the text has the name of the function.
     texts = [f.lower(*args).as_text().splitlines()[1:] for f in (removed, plain)]
@@ -329,7 +333,7 @@ def tap_lanes() -> Iterator[Row]:
 def watch() -> Iterator[Row]:
     prng_key = jax.random.key(0)
     args = training.init(prng_key), training.data(prng_key)
-    watched, plain = jax.jit(lox.nolog(lox.watch(training.logged))), jax.jit(training.plain)
+    watched, plain = jax.jit(lox.nolog(lox.watch(logged_training))), jax.jit(training.plain)
     yield compare("watch, run: plain", blocking(watched, *args), blocking(plain, *args))
 
 
@@ -346,4 +350,5 @@ CASES = {
     **storage.CASES,
     **saving.CASES,
     **trackers.CASES,
+    **peers.CASES,
 }

@@ -8,7 +8,7 @@ import shutil
 
 import jax
 from cases import CASES
-from timing import SCALES, Row
+from timing import SCALES, Row, Table
 
 HEADER = ("", "lox", "reference", "", "ratio", "goal", "ok")
 FORMAT = "{:<50} {:>9} {:>9} {:<5} {:>6} {:>7} {:>4}"
@@ -55,16 +55,22 @@ def main() -> None:
         "python": platform.python_version(),
     }
     if not options.json:
-        print(", ".join(f"{name} {value}" for name, value in machine.items()))
-        print(FORMAT.format(*HEADER), flush=True)
-    rows = []
+        print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+    rows, tables = [], []
     for name in options.cases or CASES:
-        for row in CASES[name]():
-            rows.append(row)
-            if not options.json:
-                print(line(row), flush=True)
+        for result in CASES[name]():
+            kind = tables if isinstance(result, Table) else rows
+            kind.append(result)
+            if options.json:
+                continue
+            if kind is rows and len(rows) == 1:
+                print(FORMAT.format(*HEADER))
+            print(result if kind is tables else line(result), flush=True)
     if options.json:
-        print(json.dumps({**machine, "rows": [row.to_json() for row in rows]}, indent=2))
+        results = {"rows": rows, "tables": tables}
+        print(
+            json.dumps({**machine, **{name: [r.to_json() for r in found] for name, found in results.items()}}, indent=2)
+        )
 
 
 if __name__ == "__main__":

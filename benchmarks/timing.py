@@ -1,9 +1,9 @@
-"""Compare two functions on a machine that is never quiet: take turns, keep the best of each."""
+"""Compare functions on a machine that is never quiet: take turns, keep the best of each."""
 
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SCALES = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
@@ -32,6 +32,62 @@ class Row:
         return {**asdict(self), "ratio": self.ratio, "ok": self.ok}
 
 
+@dataclass
+class Table:
+    """What does not fit into lines of two numbers and their ratio: cells of text under headings, and notes."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)  # in JSON only, where nothing has to be short
+
+    def __str__(self) -> str:
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[n]) for line in lines if n < len(line)) for n in range(len(self.columns))]
+        text = ["  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=False)).rstrip() for line in lines]
+        return "\n".join([f"\n{self.title}", *text, *self.notes])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def take_turns(
+    functions: Sequence[Callable[[], Any]],
+    *,
+    number: int = 1,
+    seconds: float = 4.0,
+    between: Callable[[], Any] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Time functions in turns for a while, and return the seconds of the best turn of each.
+
+    Noise only adds time, so the best turn is the one disturbed least. A turn calls the function
+    `number` times. `between` is called after each turn, and is not timed. What runs in one thread
+    may be timed by `time.process_time`, which does not count the time of other programs.
+    """
+    for function in functions:
+        function()  # compiles
+    best = [float("inf")] * len(functions)
+    turns = list(enumerate(functions))
+    gc.collect()
+    gc.disable()
+    try:
+        deadline, done = time.perf_counter() + seconds, 0
+        while done < 5 or time.perf_counter() < deadline:
+            for n, function in turns:
+                start = clock()
+                for _ in range(number):
+                    function()
+                best[n] = min(best[n], clock() - start)
+                between()
+            turns.reverse()  # whoever comes second finds warmer caches
+            done += 1
+    finally:
+        gc.enable()
+    return best
+
+
 def compare(
     name: str,
     lox: Callable[[], Any],
@@ -41,33 +97,9 @@ def compare(
     goal: float | None = None,
     number: int = 1,
     count: int = 1,
-    seconds: float = 4.0,
-    between: Callable[[], Any] = lambda: None,
+    **options: Any,
 ) -> Row:
-    """Time both in turns for a while, and keep the best turn of each.
-
-    Noise only adds time, so the best turn is the one disturbed least. A turn calls the function
-    `number` times; with `count` events per call, the result is the time of one event. `between` is
-    called after each turn, and is not timed.
-    """
-    best = {lox: float("inf"), reference: float("inf")}
-    for function in best:
-        function()  # compiles
-    turns = [lox, reference]
-    gc.collect()
-    gc.disable()
-    try:
-        deadline, done = time.perf_counter() + seconds, 0
-        while done < 5 or time.perf_counter() < deadline:
-            for function in turns:
-                start = time.perf_counter()
-                for _ in range(number):
-                    function()
-                best[function] = min(best[function], time.perf_counter() - start)
-                between()
-            turns.reverse()  # whoever comes second finds warmer caches
-            done += 1
-    finally:
-        gc.enable()
+    """Time both in turns. With `count` events per call, the result is the time of one event."""
     scale = SCALES[unit] / (number * count)
-    return Row(name, unit, best[lox] * scale, best[reference] * scale, goal)
+    best = take_turns([lox, reference], number=number, **options)
+    return Row(name, unit, *(scale * seconds for seconds in best), goal=goal)

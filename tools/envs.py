@@ -3,6 +3,7 @@
     python tools/envs.py run examples/demo.py       any script or -m module, on the newest JAX
     python tools/envs.py demo                       examples/demo.py, in a small environment of its own
     python tools/envs.py ui                         what it has saved, in a browser
+    python tools/envs.py bench tap                  benchmarks/run.py, with what lox is compared with
     python tools/envs.py lint                       ruff and pyright
     python tools/envs.py docs                       the documentation, in docs/_build; a warning is an error
     python tools/envs.py quick -k scan              the fast tests on the newest JAX, of the source tree
@@ -50,6 +51,7 @@ class Cell:
     extras: tuple[str, ...] = ("test",)
     others: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()  # all
+    with_lox: bool = True
 
     def smoke(self) -> "Cell":
         """A smaller environment for fewer tests: every transformation of lox under every one of JAX."""
@@ -86,6 +88,9 @@ BETWEEN = (
     Cell("0.9", ("3.11", "3.12", "3.13"), "jax==0.9.*"),
     Cell("0.11", ("3.12", "3.13"), "jax==0.11.*"),
 )
+
+# The newest JAX that Oryx works with is too old for lox. It is for a comparison, and no cell of the matrix.
+ORYX = Cell("oryx", ("3.13", "3.12", "3.11"), "jax==0.5.0", (), ("oryx==0.2.9",), with_lox=False)
 
 # In this order, because lint runs in the first one and is the fastest to fail.
 CELLS = {cell.name: cell for cell in (NEWEST, MIDDLE, OLDEST, *BETWEEN)}
@@ -258,12 +263,14 @@ def ready(cell: Cell, base: Python, install: bool = True) -> Path:
     python = home / "bin" / "python"
     stamp = home / "stamp"
 
-    text = PYPROJECT.read_text()
-    config = tomllib.loads(text)
-    project = config["project"]
-    requirements = [cell.jax, *project["dependencies"], *config["build-system"]["requires"], *cell.others]
-    for extra in cell.extras:
-        requirements += project["optional-dependencies"][extra]
+    requirements, text = [cell.jax, *cell.others], ""
+    if cell.with_lox:
+        text = PYPROJECT.read_text()
+        config = tomllib.loads(text)
+        project = config["project"]
+        requirements += [*project["dependencies"], *config["build-system"]["requires"]]
+        for extra in cell.extras:
+            requirements += project["optional-dependencies"][extra]
 
     wanted = "\n".join([base.version, *requirements, text])
     if not (python.exists() and stamp.exists() and stamp.read_text() == wanted):
@@ -274,7 +281,7 @@ def ready(cell: Cell, base: Python, install: bool = True) -> Path:
         pip_install(python, *requirements)
         stamp.write_text(wanted)
         print(f"created .venv/{cell.name} in {time.monotonic() - start:.0f} s", flush=True)
-    if install:  # the build requirements are already there, so that this needs no network
+    if install and cell.with_lox:  # the build requirements are already there, so that this needs no network
         pip_install(python, "--no-deps", "--no-build-isolation", ".")
     return python
 
@@ -424,6 +431,19 @@ def in_default(name: str, extras: tuple[str, ...], *command: str) -> int:
     return run(ready(cell, base), *command)
 
 
+def bench(arguments: list[str]) -> int:
+    cases = [argument for argument in arguments if not argument.startswith("-")]
+    if not cases or any(case.startswith("peers") for case in cases):
+        if base := find_python(ORYX):
+            try:
+                ready(ORYX, base)
+            except subprocess.CalledProcessError as error:  # the table has the others
+                shout(f"{ORYX.name}: its environment could not be made\n{error}")
+        else:
+            shout(f"{ORYX.name}: {missing(ORYX)}")
+    return in_default("bench", ("test", "bench"), "benchmarks/run.py", *arguments)
+
+
 def main() -> int:
     match sys.argv[1:]:
         case ["run", *command] if command:
@@ -434,6 +454,8 @@ def main() -> int:
             if not (ROOT / "lox-demo").exists():
                 sys.exit("there are no runs of the demo yet: `make demo` makes them")
             return in_default("demo", ("ui",), "-P", "-m", "lox", "ui", "lox-demo", *arguments)
+        case ["bench", *arguments]:
+            return bench(arguments)
         case ["lint"]:
             return int(lint(ready(NEWEST, newest())).failed > 0)
         case ["docs", *arguments]:
