@@ -309,3 +309,13 @@ def test_last_values_at_different_steps_are_said(tmp_path):
     assert "not all runs have come equally far: the last step is from 2 to 9" in str(lox.compare(runs, "loss"))
     assert "equally far" not in str(lox.compare(runs, "loss", at=np.int64(2)))
     assert [group.mean.value for group in lox.compare(runs, "loss", at=np.float32(1)).groups] == [1.0, 1.0]
+
+
+def test_a_score_that_is_a_function_is_named():
+    runs = {"a": lox.logdict.from_arrays({"loss": np.arange(12.0).reshape(3, 4)}, lanes=1)}
+
+    def last_half(values):
+        return values[len(values) // 2 :].mean()
+
+    assert "score of a run: 'last_half' of its values\n" in str(lox.compare(runs, "loss", at=last_half))
+    assert "score of a run: a function of its values\n" in str(lox.compare(runs, "loss", at=lambda x: x[-1]))

@@ -131,8 +131,8 @@ def log(
     Args:
         data: Names and values. A value is an array, a number or a pytree of them.
         tags: Labels by which `spool`, `tap`, `nolog` and `keep` can select.
-        reduce: How `spool` combines the events of these keys: the name of a reduction, a `lox.Reduction`, or a mapping
-            from key to either.
+        reduce: How `spool` and `tap` combine the events of these keys: the name of a reduction, a `lox.Reduction`, or a
+            mapping from key to either.
         prefix: Put in front of every key.
         where: A boolean; the event counts only where it is true.
         weight: The event's weight in weighted means.

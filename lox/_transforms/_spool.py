@@ -332,7 +332,7 @@ def spool(
         argnames: Return these keys only; globs such as `"train/*"` are allowed.
         tags: Return logs with one of these tags only.
         keep_logs: Leave the logs to outer transformations too. By default they are consumed.
-        interval: Keep events 0, k, 2k, ... of each key.
+        interval: Keep events 0, k, 2k, ... of each key, counted anew in every call.
         reduce: Combine the events of each key while the program runs, in constant memory: `"mean"`, `"sum"`, `"min"`,
             `"max"`, `"first"`, `"last"`, `"count"`, `"std"`, `"var"`, a `lox.Reduction`, or a mapping from key to one
             of them. `"append"` stacks, which is the default.

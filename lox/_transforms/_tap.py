@@ -57,7 +57,7 @@ def tap(
         argnames: Stream these keys only; globs such as `"train/*"` are allowed.
         tags: Stream logs with one of these tags only.
         prefix: Put in front of every key.
-        interval: Stream events 0, k, 2k, ... of each key.
+        interval: Stream events 0, k, 2k, ... of each key, counted anew in every call.
         reduce: Combine the events of each key while the program runs, and call once when the function ends; with
             `buffer`, combine those of each call.
         buffer: Call once for up to that many events; the keys then have an event axis. The rest comes when the function

@@ -156,7 +156,8 @@ class Logger:
             name: The name of the run, a template over the config as for `str.format`: `"lr={lr:g} seed={seed}"`.
                 There are `{key}`, the seed of the PRNG key, and `{lane}` too. By default, `jax.random.key(42)` is
                 `42`, and lanes are told apart by their seed, or their number if they have none, and by what differs
-                between their configs: `7 lr=0.1`. If a name is taken, it gets a number: `42.1`.
+                between their configs: `7 lr=0.1`. If a name is taken, it gets a number: `42.1`. What a file name
+                cannot have, such as `/`, becomes `_`.
 
         Returns:
             A pytree of arrays, for `log`, `spool` and `tap`.

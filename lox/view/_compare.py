@@ -518,7 +518,9 @@ def _methods(
     scored: Sequence[_Scored], pairs: Sequence[Pair], at: At, strata: Any, draws: int, key: str, step: str
 ) -> tuple[str, ...]:
     what = {"last": "its last value", "best": "its best value", "mean": "the mean of its values"}
-    score = "a function of its values" if callable(at) else what.get(str(at), f"its value at {at}")
+    named = getattr(at, "__name__", "<lambda>") if callable(at) else "<lambda>"
+    of_function = "a function of its values" if named.startswith("<") else f"{named!r} of its values"
+    score = of_function if callable(at) else what.get(str(at), f"its value at {at}")
     ends = [end for one in scored for end in one.ends]
     if not _is_number(at) and min(ends) < max(ends):
         # A run that was killed, or goes on, counts with what it has; nobody should have to guess that.

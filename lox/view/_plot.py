@@ -136,8 +136,9 @@ def plot(
     belong together, and so do runs that were begun one by one with equal configs; a seed is not a difference. Of lanes
     inside a run, or inside the outermost lanes of a logdict, each has a curve of its own, `loss/0`.
 
-    A mean is over the lanes that have an event exactly there: nothing is interpolated. A lane is left out where it is
-    NaN or infinite, and is marked there.
+    A mean is over the lanes that have an event exactly there: nothing is interpolated. What lanes log at different
+    steps, such as the lengths of episodes, is better drawn over its number: `x="event"`, or a step `episode`. A lane is
+    left out where it is NaN or infinite, and is marked there.
 
     Args:
         logs: A directory, what `lox.load` returns, a logdict, or a mapping from the name of a group to its logs.
