@@ -22,6 +22,7 @@
 The module can be imported without Equinox.
 """
 
+import dataclasses
 from typing import Any, TypeVar
 
 import jax
@@ -52,12 +53,15 @@ def scope_modules(model: Model) -> Model:
     """
     import equinox as eqx
 
+    def name_of(key: Any) -> str:
+        return jax.tree_util.keystr((key,), simple=True)
+
     def rename(path: _scope.Path, node: Any) -> Any:
         """Give the modules in `node` their scopes; those that contain others first, as the paths are known then."""
         if not isinstance(node, eqx.Module):
             leaves, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: isinstance(x, eqx.Module))
             inside = [
-                rename((*path, *map(_name, keys)), leaf) if isinstance(leaf, eqx.Module) else leaf
+                rename((*path, *map(name_of, keys)), leaf) if isinstance(leaf, eqx.Module) else leaf
                 for keys, leaf in leaves
             ]
             return jax.tree.unflatten(treedef, inside)
@@ -66,7 +70,11 @@ def scope_modules(model: Model) -> Model:
         if callable(node) or not cls.__module__.startswith("equinox."):
             cls = _scope.scoped_class(cls, path, eqx.Module)
         renamed = object.__new__(cls)
+        static = {field.name for field in dataclasses.fields(node) if field.metadata.get("static", False)}
         for name, value in vars(node).items():
+            if name in static:  # may be anything
+                object.__setattr__(renamed, name, value)
+                continue
             inside = path if name.startswith("__") else (*path, name)  # a bound method has its module as `__self__`
             object.__setattr__(renamed, name, rename(inside, value))
         return renamed
@@ -77,11 +85,3 @@ def scope_modules(model: Model) -> Model:
             f"`lox.equinox.scope_modules` got {type(model).__name__}, in which there is no `equinox.Module`."
         )
     return scoped
-
-
-def _name(key: Any) -> str:
-    """The name of one step of a path: a key of a dict, a number in a list, the name of a field."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)

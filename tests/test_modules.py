@@ -337,7 +337,7 @@ def equinox_model() -> Any:
 
     class Layer(eqx.Module):
         linear: Any
-        label: str = eqx.field(static=True, default="layer")
+        label: Any = eqx.field(static=True, default=((1, "a"), None))
 
         def __call__(self, x: Any) -> Any:
             x = self.linear(x)
