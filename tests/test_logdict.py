@@ -1055,3 +1055,24 @@ def test_arrays_that_are_not_logs(arrays, options, message):
     with pytest.raises(lox.MismatchError) as error:
         lox.logdict.from_arrays(arrays, **options)
     assert str(error.value) == message
+
+
+def test_lanes_that_are_not_there():
+    """JAX would clamp the index, and give the last lane instead."""
+    f = lambda x: lox.log({"x": x})  # noqa: E731
+    inside, outside = lox.spool(jax.vmap(f))(jnp.arange(3.0))[1], jax.vmap(lox.spool(f))(jnp.arange(3.0))[1]
+    for logs in (inside, outside):
+        assert [float(logs.lane(n)["x"]) for n in (0, 2, -1, np.int64(1))] == [0.0, 2.0, 2.0, 1.0]
+        for index in (3, 99, -4):
+            with pytest.raises(lox.OptionError) as error:
+                logs.lane(index)
+            assert str(error.value) == f"there is no lane {index}: there are 3, from 0 to 2."
+        for index in ("0", 1.0, None, True):
+            with pytest.raises(lox.LogTypeError) as error:
+                logs.lane(index)
+            assert str(error.value) == f"`lane` got {index!r}: it takes the number of a lane, `logs.lane(0)`."
+        assert jax.jit(lambda logs, n: logs.lane(n)["x"])(logs, 1).tolist() == 1.0
+    nested = lox.spool(jax.vmap(jax.vmap(f)))(jnp.arange(6.0).reshape(2, 3))[1]
+    assert float(nested.lane((1, 2))["x"]) == float(nested.lane(1).lane(2)["x"]) == 5.0
+    with pytest.raises(lox.OptionError, match="there is no lane 3: there are 3"):
+        nested.lane((1, 3))

@@ -69,6 +69,26 @@ def test_one_run_per_lane(case, how, jit, tmp_path):
     check(case, logger, {"7": expected(0.0), "8": expected(10.0), "9": expected(20.0)})
 
 
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@how
+def test_a_vmap_on_which_no_run_depends_makes_lanes_inside_the_runs(how, jit, tmp_path):
+    """Neither the PRNG key nor the config is mapped by one of two vmaps, or by the only one."""
+
+    def train(x):
+        lox.log({"x": x}, step=0)
+        return x
+
+    with lox.SaveLogger(tmp_path) as logger:
+        one = lambda prng_key, x: getattr(logger, how)(train, logger.init(prng_key))(x)  # noqa: E731
+        every_seed = jax.vmap(one, in_axes=(0, None))
+        jit(jax.vmap(every_seed, in_axes=(None, 0)))(jnp.stack(PRNG_KEYS[:2]), jnp.arange(3.0))
+        alone = lambda x: getattr(logger, how)(train, logger.init(PRNG_KEYS[2], {"name": "adam"}))(x)  # noqa: E731
+        jit(jax.vmap(alone))(jnp.arange(4.0))
+    assert [run.name for run in lox.runs(tmp_path)] == ["7", "8", "9"]
+    for name, lanes in ("7", 3), ("8", 3), ("9", 4):
+        assert lox.load(tmp_path, name)["x"].tolist() == [list(range(lanes))]
+
+
 @case
 @how
 def test_init_inside_every_transformation(case, how, tmp_path):

@@ -5,6 +5,7 @@ import dataclasses
 import fnmatch
 import functools
 import inspect
+import operator
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -584,8 +585,25 @@ class logdict(dict[str, Any]):
                 dict.update(self, compacted)
                 self.__dict__ = compacted.__dict__
 
-    def lane(self, index: int) -> "logdict":
-        """The logs of one lane, compacted, whether the `vmap` was inside `spool` or outside."""
+    def lane(self, index: int | tuple[int, ...]) -> "logdict":
+        """The logs of one lane, compacted, whether the `vmap` was inside `spool` or outside.
+
+        Args:
+            index: The number of the lane; for several vmaps one number for each of them, outermost first.
+
+        Raises:
+            OptionError: There is no such lane.
+        """
+        if isinstance(index, tuple):
+            return functools.reduce(lambda logs, number: logs.lane(number), index, self)
+        is_known = not isinstance(index, _compat.Tracer)
+        if is_known and (isinstance(index, bool) or not hasattr(index, "__index__")):
+            raise _errors.LogTypeError(f"`lane` got {index!r}: it takes the number of a lane, `logs.lane(0)`.")
+
+        def check(count: int) -> None:  # JAX would take the last one
+            if is_known and not -count <= operator.index(index) < count:
+                raise _errors.OptionError(f"there is no lane {index}: there are {count}, from 0 to {count - 1}.")
+
         new = self.copy()
         has_lanes = False
         for key in self:
@@ -595,8 +613,12 @@ class logdict(dict[str, Any]):
 
             def pick(x: Any, flags: Flags, outer: int = outer, events: bool = layout.events) -> Any:
                 if outer:
+                    check(x.shape[0])
                     return _compat.gathered(x, 0)[index]
-                return _compat.gathered(x, events)[(slice(None),) * events + (index,)] if any(flags[:1]) else x
+                if not any(flags[:1]):
+                    return x
+                check(x.shape[events])
+                return _compat.gathered(x, events)[(slice(None),) * events + (index,)]
 
             leaves, treedef = jax.tree.flatten(self[key])
             new[key] = jax.tree.unflatten(treedef, map(pick, leaves, layout.flags))

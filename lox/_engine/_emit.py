@@ -278,7 +278,12 @@ class Packet:
         """The values that `ask` was given, in each lane; None for a lane in which it was not called."""
         (bundle,) = self.content().bundles
         bundle = bundle.even()
-        for index in np.ndindex(self.unpacker.form.lanes(self.arrays)):
+        arrays = [*bundle.values, *([] if bundle.valid is None else [bundle.valid])]
+        # A vmap on which none of them depends has no lanes here.
+        has_lanes = [any(flags) for flags in zip(*(x.flags for x in arrays), strict=True)]
+        for lane in np.ndindex(self.unpacker.form.lanes(self.arrays)):
+            rest = iter(lane)
+            index = tuple([next(rest) if flag else 0 for flag in has_lanes])
             valid = bundle.valid is None or pick(bundle.valid, index)
             yield [np.asarray(pick(x, index)) for x in bundle.values] if valid else None
 
@@ -534,7 +539,9 @@ def _batch(axis_data: Any, operands: Any, dims: Any, *, form: Form, **params: An
     del axis_data
     token = operands[0] if dims[0] is None else jnp.max(operands[0], dims[0])
     moved, form = form.batched(operands[1:], dims[1:])
-    return emit_p.bind(token, *moved, form=form, **params), [None, *[0] * len(form.results)]
+    # Called even if nothing is batched: then the answer is one for all lanes.
+    is_batched = any(dim is not None for dim in dims[1:])
+    return emit_p.bind(token, *moved, form=form, **params), [None, *[0 if is_batched else None] * len(form.results)]
 
 
 batching.fancy_primitive_batchers[emit_p] = _batch
