@@ -7,7 +7,7 @@ author = "the lox developers"
 copyright = "the lox developers"
 version = release = lox.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3  # so that a link to a heading that is not there is a warning, and so an error
@@ -20,7 +20,12 @@ napoleon_use_rtype = False
 napoleon_use_ivar = True  # what is described as an attribute, and is a property too, is one thing
 python_display_short_literal_types = True
 
+# Code is copied as it would be typed, without prompts and outputs.
+copybutton_prompt_text = r">>> |\.\.\. ?|\$ "
+copybutton_prompt_is_regexp = True
+
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the default underlines the names of modules, as if they were links
 html_title = f"lox {release}"
 html_static_path = ["_static"]
 html_css_files = ["lox.css"]

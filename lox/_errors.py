@@ -131,11 +131,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def unbounded_loop(key: str, site: str) -> SpoolError:
-    """For a key that is stacked inside a loop of unknown length."""
+def unbounded_loop(key: str, site: str, given: Iterable[str] = ()) -> SpoolError:
+    """For a key that is stacked inside a loop of unknown length; others are `given` a capacity."""
+    others = f"`capacity` names {listing(given)} only.\n" if given else ""
     return SpoolError(
         f"`lox.spool` cannot return {key!r}: it is logged inside `while_loop`, whose length is unknown.\n"
-        f"  logged at {site}\n"
+        f"  logged at {site}\n{others}"
         "Either give the loop room:   lox.spool(f, capacity=1000)\n"
         'or reduce while it runs:     lox.spool(f, reduce="mean")\n'
         "or stream the events:        lox.tap(f, callback)"

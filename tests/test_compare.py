@@ -319,3 +319,18 @@ def test_a_score_that_is_a_function_is_named():
 
     assert "score of a run: 'last_half' of its values\n" in str(lox.compare(runs, "loss", at=last_half))
     assert "score of a run: a function of its values\n" in str(lox.compare(runs, "loss", at=lambda x: x[-1]))
+
+
+def test_a_program_that_was_started_twice_is_told(tmp_path):
+    """The same computation again is no further evidence."""
+    for _ in range(2):
+        with lox.SaveLogger(tmp_path) as logger:
+            for seed in range(3):
+                state = logger.init(jax.random.key(seed), config={"lr": 0.1})
+                logger.log(state, {"loss": 1.0 / (seed + 1)}, step=0)
+    text = "counted more than once: 3 runs have the PRNG key and the score of another in the group, such as '0.1'"
+    assert text in str(lox.compare(tmp_path, "loss")).splitlines()
+    with lox.SaveLogger(tmp_path / "new") as logger:
+        for seed in range(3):
+            logger.log(logger.init(jax.random.key(seed)), {"loss": 1.0}, step=0)  # equal, but of other seeds
+    assert "counted" not in str(lox.compare(tmp_path / "new", "loss"))

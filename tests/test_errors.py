@@ -63,10 +63,9 @@ def unbounded(n):
         lambda: jax.jit(lox.spool(unbounded))(3),
         lambda: lox.spool(jax.vmap(unbounded))(jnp.arange(2)),
         lambda: jax.vmap(lox.spool(unbounded))(jnp.arange(2)),
-        lambda: lox.spool(unbounded, capacity={"other": 3})(3),
         lambda: lox.spool(unbounded, reduce={"other": "mean"})(3),
     ],
-    ids=["spool", "spool-jit", "jit-spool", "spool-vmap", "vmap-spool", "capacity", "reduce"],
+    ids=["spool", "spool-jit", "jit-spool", "spool-vmap", "vmap-spool", "reduce"],
 )
 def test_unbounded_loop(call):
     with pytest.raises(lox.SpoolError) as info:
@@ -513,3 +512,24 @@ def test_a_state_that_never_settles_is_an_error_and_not_a_hang() -> None:
     text = "cannot trace a loop or branch that logs 'x': the state of its logs changes type every time"
     with pytest.raises(lox.TransformError, match=text):
         frame.settle(attempt)
+
+
+@pytest.mark.parametrize("transform", [lox.spool, lox.tap, lox.nolog, lox.keep, lox.watch, lox.logify.logify])
+def test_the_result_of_a_function_in_place_of_the_function(transform):
+    with pytest.raises(lox.LogTypeError) as error:
+        transform(jnp.ones(2))
+    assert str(error.value).startswith("lox transforms functions, and got ")
+    assert str(error.value).endswith("Impl: write `lox.spool(f)(x)`, not `lox.spool(f(x))`.")
+
+
+def test_a_capacity_for_other_keys():
+    def f(x):
+        def body(x):
+            lox.log({"solver/residual": x})
+            return x - 1
+
+        return jax.lax.while_loop(lambda x: x > 0, body, x)
+
+    with pytest.raises(lox.SpoolError) as error:
+        lox.spool(f, capacity={"residual": 5})(3)
+    assert "\n`capacity` names 'residual' only.\nEither give the loop room:" in str(error.value)

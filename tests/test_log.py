@@ -25,9 +25,9 @@ import lox.testing
         ({"x": None}, "`lox.log` cannot log 'x': None holds no array."),
         ({"x": {}}, "`lox.log` cannot log 'x': {} holds no array."),
         ({"x": [1, "a"]}, "`lox.log` cannot log the value of 'x': 'a' is not an array but str."),
-        ([("x", 1)], "`lox.log` takes a mapping from names to values, not list."),
-        (3, "`lox.log` takes a mapping from names to values, not int."),
-        (None, "`lox.log` takes a mapping from names to values, not NoneType."),
+        ([("x", 1)], "`lox.log` takes a mapping from names to values, not list: `lox.log({'loss': x})`."),
+        (3, "`lox.log` takes a mapping from names to values, not int: `lox.log({'loss': x})`."),
+        (None, "`lox.log` takes a mapping from names to values, not NoneType: `lox.log({'loss': x})`."),
     ],
 )
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lox.spool, lox.tap, lox.nolog])

@@ -147,7 +147,9 @@ def log(
         LogTypeError: A key is not a string, or a value holds no array; the message names the key. Also a TypeError.
     """
     if not isinstance(data, Mapping):
-        raise _errors.LogTypeError(f"`lox.log` takes a mapping from names to values, not {type(data).__name__}.")
+        raise _errors.LogTypeError(
+            f"`lox.log` takes a mapping from names to values, not {type(data).__name__}: `lox.log({{'loss': x}})`."
+        )
     if not isinstance(prefix, str):
         raise _errors.LogTypeError(f"`prefix` is {prefix!r}; it must be a string.")
     if isinstance(data, logdict) and data.valid:

@@ -38,6 +38,10 @@ def count_option(name: str, given: Any) -> Any:
 
 def wraps(fun: Any) -> Callable[[Wrapper], Wrapper]:
     """As `functools.wraps`, for every callable: what some objects have as `__name__` is not a string."""
+    if not callable(fun):
+        raise _errors.LogTypeError(
+            f"lox transforms functions, and got {type(fun).__name__}: write `lox.spool(f)(x)`, not `lox.spool(f(x))`."
+        )
     is_text = {name: isinstance(getattr(fun, name, None), str) for name in ("__name__", "__qualname__")}
     names = [name for name in functools.WRAPPER_ASSIGNMENTS if is_text.get(name, True)]
 

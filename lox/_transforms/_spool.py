@@ -113,7 +113,8 @@ class Collect(Handler):
     def _capacity(self, key: str, site: str) -> int:
         capacity = dict(self.capacity).get(key) if isinstance(self.capacity, tuple) else self.capacity
         if capacity is None:
-            raise _errors.unbounded_loop(key, site)
+            given = dict(self.capacity) if isinstance(self.capacity, tuple) else {}
+            raise _errors.unbounded_loop(key, site, given)
         return capacity
 
     def _check_same_reduction(self, state: Fold, reduction: _reduce.Reduction, event: Event) -> None:

@@ -364,6 +364,9 @@ class _Scored:
         self.layers = [layers[lane] for lane in finite]
         self.everyone = list(zip(identities, layers, strict=True))
         self.place = {self.everyone[lane]: n for n, lane in enumerate(finite)}
+        known = [lane for lane in finite if identities[lane] is not None and not isinstance(identities[lane], _Lane)]
+        first = {(self.everyone[lane], scores[lane]): lane for lane in reversed(known)}
+        self.repeated = [curve.lanes[lane] for lane in known if first[self.everyone[lane], scores[lane]] != lane]
 
     def strata(self) -> list[Array]:
         """Return the places of the scores of each stratum."""
@@ -538,6 +541,14 @@ def _methods(
         texts.append(f"difference, better in pairs: of {same}, 95% interval by Student's t")
     if any(not pair.paired for pair in pairs):
         texts.append(f"difference{' without pairs' * (len(texts) > 3)}: 95% interval by Welch's t")
+    again = [run for one in scored for run in one.repeated]
+    if again:
+        # A program that was started twice, for instance. It is no further evidence, and makes intervals too narrow.
+        number = f"{len(again)} runs have" if len(again) > 1 else "1 run has"
+        texts.append(
+            f"counted more than once: {number} the PRNG key and the score of another in the group, "
+            f"such as {_errors.printable(str(again[0]))!r}"
+        )
     for why, named in (
         ("their score is not finite", lambda one: [run for run in one.lost if run not in one.without]),
         (f"they have no {key!r}", lambda one: one.without),
