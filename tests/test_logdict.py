@@ -1076,3 +1076,11 @@ def test_lanes_that_are_not_there():
     assert float(nested.lane((1, 2))["x"]) == float(nested.lane(1).lane(2)["x"]) == 5.0
     with pytest.raises(lox.OptionError, match="there is no lane 3: there are 3"):
         nested.lane((1, 3))
+
+
+def test_a_key_as_an_attribute():
+    with pytest.raises(lox.StepError) as error:
+        lox.logdict({"loss": 1.0}).loss  # noqa: B018
+    assert str(error.value) == (
+        "these logs have no step 'loss'. Nothing was logged with a step. 'loss' is a key: `logs['loss']`."
+    )

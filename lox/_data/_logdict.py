@@ -115,6 +115,8 @@ class logdict(dict[str, Any]):
             return _Steps(self.steps[name])
         known = f"The steps are {_errors.listing(self.steps)}." if self.steps else "Nothing was logged with a step."
         hint = _errors.nearest(name, [*self.steps, *(n for n in dir(logdict) if n[0] != "_" and n != "steps")])
+        if name in self:
+            hint = f" {name!r} is a key: `logs[{name!r}]`."
         # With `name`, or Python would add its own suggestion.
         raise _errors.StepError(f"these logs have no step {name!r}. {known}{hint}", name=name)
 

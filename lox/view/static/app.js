@@ -181,7 +181,7 @@
   };
   const showRuns = () => {
     const shown = members();
-    $("count").textContent = shown.length === runs.size ? `${runs.size} runs` : `${shown.length} of ${runs.size} runs`;
+    $("count").textContent = shown.length === runs.size ? `${runs.size} run${runs.size === 1 ? "" : "s"}` : `${shown.length} of ${runs.size} runs`;
     $("empty").hidden = runs.size > 0 && keys.length > 0;
     $("empty").textContent = runs.size ? "Nothing was logged yet." : "There are no runs yet. They appear here as soon as something is logged.";
     if (!state.table) return;
