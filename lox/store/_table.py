@@ -65,7 +65,7 @@ class Run:
 
     @property
     def events(self) -> int:
-        """How many events it has on disk: one for each time that something was logged."""
+        """How many rows of events it has on disk: keys that came together, with the same steps, share one."""
         return self._found[0].events
 
     @property
