@@ -63,8 +63,8 @@ class Cell:
 # No upper bound: a new JAX is to be tested on the day it is released. The lower one turns an index
 # or an interpreter that offers only an older JAX into an error.
 NEWEST = Cell("newest", ("3.13", "3.12", "3.14"), "jax>=0.12", ("test", "lint", "docs"))
-# What a page shows does not depend on JAX.
-NEWEST_ONLY = ("test_ui_browser",)
+# What a page shows does not depend on JAX, and the examples need libraries that only the newest has.
+NEWEST_ONLY = ("test_ui_browser", "test_examples")
 # The README is for every JAX; most other pages need libraries that only the newest has.
 README_ONLY = ("--deselect=tests/test_docs.py::test_page", "--deselect=tests/test_docs.py::test_links_lead_to_files")
 # The last JAX that Python 3.11 can install. Tests of files, loggers, processes and pictures depend least on JAX: the
@@ -73,7 +73,7 @@ ENDS_ONLY = (
     *("test_compact", "test_index", "test_store", "test_store_crash", "test_store_files", "test_resume"),
     *("test_processes", "test_soak", "test_console", "test_command"),
     *("test_loggers", "test_loggers_contract", "test_save", "test_tensorboard", "test_names", "test_table"),
-    *("test_logdict", "test_dataframe", "test_histogram"),
+    *("test_logdict", "test_dataframe", "test_histogram", "test_options", "test_errors", "test_collectives"),
     *("test_view", "test_live", "test_compare", "test_plot", "test_ui"),
 )
 
