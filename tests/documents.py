@@ -85,11 +85,10 @@ class Reader:
             file = programs / name
             file.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words}"$@"\n')
             file.chmod(0o755)
-        paths = os.pathsep.join([str(ROOT)] * bool(os.environ.get("LOX_SOURCE")) + [p for p in sys.path if p])
         self.environment = {
             **os.environ,
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": paths,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "COLUMNS": "120",
             "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
         }
@@ -145,7 +144,8 @@ class Reader:
                 self.look_at_page(block, command)
             else:
                 done = subprocess.run(
-                    ["bash", "-c", f"set -e; {command}\nwait"],
+                    # A plain `wait` would not tell that a program in the background has failed.
+                    ["bash", "-c", f"set -e; {command}\nfor job in $(jobs -p); do wait $job; done"],
                     cwd=self.folder,
                     env=self.environment,
                     stdout=subprocess.PIPE,

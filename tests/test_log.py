@@ -871,6 +871,10 @@ def test_logs_that_are_logged_again_invent_no_event():
         jnp.arange(3)
     )
     assert [logs[1].lane(n)["x"].tolist() for n in range(3)] == [[], [0.0], []]
+    # A reduction for some of the keys goes with them.
+    reduced = lambda n: lox.log(lox.spool(inner, reduce="mean")(n)[1], reduce={"n": "max", "x": "sum"})  # noqa: E731
+    logs = lox.spool(lambda: [reduced(2), reduced(3)])()[1]
+    assert (float(logs["x"]), int(logs["n"]), logs["y"].shape) == (1.5, 3, (2,))
     # A value that holds padding would be as wrong.
     with pytest.raises(lox.LogTypeError) as error:
         jax.jit(lambda: lox.log(lox.spool(inner)(1)[1]))()

@@ -199,10 +199,15 @@ def _log_again(logs: logdict, where: Any, options: dict[str, Any]) -> logdict:
             'Either log what they come to:   lox.spool(f, reduce="mean")\n'
             "or leave them to the outside:   lox.spool(f, keep_logs=True)"
         )
-    rest = {key: value for key, value in logs.items() if key not in logs.valid}
-    again = log(rest, where=where, **options)
+    reduce = options.pop("reduce")
+
+    def part(keys: Iterable[str], where: Any) -> logdict:
+        how = {key: reduce[key] for key in keys if key in reduce} if isinstance(reduce, Mapping) else reduce
+        return log({key: logs[key] for key in keys}, where=where, reduce=how, **options)
+
+    again = part([key for key in logs if key not in logs.valid], where)
     for key, valid in logs.valid.items():
-        again |= log({key: logs[key]}, where=valid if where is None else jnp.logical_and(where, valid), **options)
+        again |= part([key], valid if where is None else jnp.logical_and(where, valid))
     return again
 
 
