@@ -66,7 +66,8 @@ def log_sown(
         LogTypeError: `fun` is none of these.
     """
     options: dict[str, Any] = {"tags": tags, "reduce": reduce, "prefix": prefix, "explicit": explicit, **steps}
-    if isinstance(inner := getattr(fun, _SCOPED, None), Callable):  # the other way round is the same
+    scoped, inner = getattr(fun, _SCOPED, (None, None))
+    if scoped is fun and inner is not None:  # and not something around it; the other way round is the same
         return scope_modules(log_sown(inner, collection, **options))
     if _is_apply(fun):
         return _linen_logging_sown(fun, "intermediates" if collection is None else collection, options)
@@ -207,7 +208,7 @@ def scope_modules(fun: Callable[..., R]) -> Callable[..., R]:
             raise _unknown_model("scope_modules")
         return out
 
-    setattr(scoped, _SCOPED, fun)
+    setattr(scoped, _SCOPED, (scoped, fun))  # itself too, as decorators copy attributes
     setattr(scoped, _MODEL, _nnx_model(fun))
     return scoped
 

@@ -173,6 +173,15 @@ def test_sown_and_logged_have_the_same_paths(order: str) -> None:
     assert "norm" in logs and "mean" not in logs
 
 
+def test_what_is_around_a_scoped_function_is_not_lost() -> None:
+    """Decorators copy the attributes of a function, and so what `scope_modules` has noted."""
+    model, variables = linen()
+    scoped = lox.flax.scope_modules(model.apply)
+    for around in (lox.spool(scoped), jax.jit(scoped)):
+        with pytest.raises(lox.LogTypeError, match="does not know where the model is"):
+            lox.flax.log_sown(around)(variables, X)
+
+
 # --- NNX -----------------------------------------------------------------------------------------
 
 
