@@ -50,6 +50,7 @@ UNTIL = {"jax._src.interpreters.partial_eval.call_partial_eval_rules": (0, 10)}
 # Private attributes of JAX's objects, and of no module.
 ATTRIBUTES = {
     "_executable": "an executable that logs is an error inside a transformation",
+    "_jit_info": "the static and donated arguments of a jitted function, which keeps them when it is transformed",
     "_impl": "what kind of PRNG keys a type is of, if there is no array of it yet",
     "_weakref": "JAX's caches must take a trace of lox for the one it stands for",
 }

@@ -73,15 +73,28 @@ def with_common_types(jaxprs: list[Any], avals: list[Any]) -> list[Any]:
     return [widened(j) for j in jaxprs]
 
 
-def is_plain_jit(params: dict[str, Any]) -> bool:
-    """Whether a jit has no donation, sharding, layout or compiler option that an enclosing jit would lose."""
-    return (
-        not any(params["donated_invars"])
-        and all(s is UNSPECIFIED for s in (*params["in_shardings"], *params["out_shardings"]))
-        and all(x is None for x in (*params["in_layouts"], *params["out_layouts"]))
-        and not params["compiler_options_kvs"]
-        and not params["keep_unused"]
-    )
+def options_of_jit(jitted: Any, shift: int = 0) -> dict[str, Any] | None:
+    """The options of a jitted function, for one with `shift` more leading arguments.
+
+    None if it has a sharding, a layout, a device or a compiler option, which depend on its arguments and results.
+    """
+    info = jitted._jit_info
+    placed = (*info.in_shardings_leaves, *info.out_shardings_leaves)
+    laid_out = (*info.in_layouts_leaves, *info.out_layouts_leaves, info.device, info.backend)
+    if (
+        any(x is not UNSPECIFIED for x in placed)
+        or any(x is not None for x in (*laid_out, getattr(info, "abstracted_axes", None)))  # up to 0.9
+        or info.compiler_options_kvs
+        or info.use_resource_env
+    ):
+        return None
+    return {
+        "static_argnums": tuple(n + shift for n in info.static_argnums),
+        "static_argnames": info.static_argnames,
+        "donate_argnums": tuple(n + shift for n in info.donate_argnums),
+        "donate_argnames": info.donate_argnames,
+        "keep_unused": info.keep_unused,
+    }
 
 
 def manual_axes(params: dict[str, Any]) -> Any:

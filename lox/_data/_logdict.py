@@ -56,6 +56,9 @@ class _Keys(tuple[str, ...]):
         return hash(tuple(sorted(self)))
 
 
+_new, _set = dict.__new__, dict.__setitem__
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class logdict(dict[str, Any]):
     """A dict of logs that also knows their steps.
@@ -159,9 +162,9 @@ class logdict(dict[str, Any]):
         # Not by `__init__`, which would copy: every call of a spooled function comes through here.
         keys, layouts = aux
         values, steps, valid, dropped = children
-        logs = cls.__new__(cls)
+        logs = _new(cls)
         for key in keys:
-            dict.__setitem__(logs, key, values[key])
+            _set(logs, key, values[key])
         logs.__dict__ = {"steps": steps, "_valid": valid, "dropped": dropped, "_layouts": dict(layouts)}
         return logs
 

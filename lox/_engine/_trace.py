@@ -279,25 +279,6 @@ def run_function(
 _LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
-class _Bound(Exception):
-    """Control flow: a primitive was about to be bound."""
-
-
-class _Probe(_compat.Trace):  # type: ignore[misc]
-    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        raise _Bound(primitive, tracers, params)
-
-
-def first_bind(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
-    """The first primitive that a jitted function binds when it is called, which is the jit; nothing runs."""
-    try:
-        with _compat.take_current_trace(), _compat.set_current_trace(_Probe()):
-            fun(*args, **kwargs)
-    except _Bound as bound:
-        return bound.args  # type: ignore[return-value]
-    return None
-
-
 def without_unwanted(jaxprs: Sequence[Any]) -> Sequence[Any]:
     """The same jaxprs without their logs, if the surrounding trace is about to drop all of them."""
     trace = _compat.current_trace()

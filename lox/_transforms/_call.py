@@ -1,6 +1,7 @@
 """Shared by `spool`, `tap`, `nolog` and `keep`: options, and calling jitted functions at the speed of jit."""
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -10,7 +11,6 @@ import numpy as np
 
 from lox import _compat, _errors
 from lox._data import _reduce
-from lox._engine import _trace
 
 # The parameters and the result of a transformed function.
 P = ParamSpec("P")
@@ -36,20 +36,45 @@ def count_option(name: str, given: Any) -> Any:
     raise _errors.OptionError(f"`{name}` is {given!r}; it must be a positive integer.")
 
 
+_NAMES = ("__name__", "__qualname__")
+
+
 def wraps(fun: Any) -> Callable[[Wrapper], Wrapper]:
     """As `functools.wraps`, for every callable: what some objects have as `__name__` is not a string."""
     if not callable(fun):
         raise _errors.LogTypeError(
             f"lox transforms functions, and got {type(fun).__name__}: write `lox.spool(f)(x)`, not `lox.spool(f(x))`."
         )
-    is_text = {name: isinstance(getattr(fun, name, None), str) for name in ("__name__", "__qualname__")}
-    names = [name for name in functools.WRAPPER_ASSIGNMENTS if is_text.get(name, True)]
 
     def decorate(wrapper: Wrapper) -> Wrapper:
-        functools.update_wrapper(wrapper, fun, names)
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            value = getattr(fun, name, None)
+            if value is not None and (isinstance(value, str) or name not in _NAMES):
+                setattr(wrapper, name, value)
+        wrapper.__dict__.update(getattr(fun, "__dict__", {}))
+        wrapper.__wrapped__ = fun  # type: ignore[attr-defined]
         return wrapper
 
     return decorate
+
+
+def remembered(make: Callable[..., R]) -> Callable[..., R]:
+    """Remember what is made of options, which are the same again if a function is transformed anew in every call.
+
+    Not if there are reductions of the user's, which may hold arrays, nor if one of them cannot be a key.
+    """
+    known = functools.lru_cache(256, typed=True)(make)
+
+    def of(*options: Any) -> R:
+        for option in options:
+            if type(option) not in _PLAIN:
+                return make(*options)
+        return known(*options)
+
+    return of
+
+
+_PLAIN = frozenset([type(None), str, int, bool])
 
 
 def prefix_option(given: Any) -> str:
@@ -59,50 +84,69 @@ def prefix_option(given: Any) -> str:
     return given
 
 
-# How to call each jitted function transformed: with another jitted function if a call of the original is a single jit
-# with all arguments traced, else False. Weak, so the values must not refer to the key.
-_fast: Any = weakref.WeakKeyDictionary()
+# For each jitted function, by options: how to call it. Weak, so the values must not refer to the key.
+_calls: Any = weakref.WeakKeyDictionary()
 _MANY = 64
 
 
-def call(fun: Callable[..., Any], options: Any, transform: Transform, args: Any, kwargs: Any, *given: Any) -> Any:
-    """Call `transform(fun, args, kwargs, *given)`; if `fun` is jitted, at the speed of jit from the second time on."""
-    if not isinstance(fun, _compat.PjitFunction) or not _compat.is_evaluating():
-        return transform(fun, args, kwargs, *given)
-    treedef = jax.tree.structure((args, kwargs))
-    known = _fast.get(fun)
+def calling(fun: Callable[..., Any], options: Any, transform: Transform) -> Callable[..., Any]:
+    """How to call `transform(fun, args, kwargs, *given)`: as `call(args, kwargs, *given)`.
+
+    If `fun` is jitted, or a method or partial of a jitted function, the call is compiled as a whole, and has the speed
+    of jit from the second time on. It has the static and donated arguments of `fun`.
+    """
+    if isinstance(fun, _compat.PjitFunction):
+        return _calling_jitted(fun, options, transform)
+    jitted, before, keywords = _behind(fun)
+    if not isinstance(jitted, _compat.PjitFunction):
+        return lambda args, kwargs, *given: transform(fun, args, kwargs, *given)
+    call = _calling_jitted(jitted, options, transform)
+    return lambda args, kwargs, *given: call((*before, *args), {**keywords, **kwargs}, *given)
+
+
+def _behind(fun: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The function that methods and partials call, and the arguments that they add."""
+    before, keywords = (), {}
+    while type(fun) in (types.MethodType, functools.partial):
+        if type(fun) is types.MethodType:
+            fun, before = fun.__func__, (fun.__self__, *before)
+        else:
+            fun, before, keywords = fun.func, (*fun.args, *before), {**fun.keywords, **keywords}
+    return fun, before, keywords
+
+
+def _calling_jitted(jitted: Any, options: Any, transform: Transform) -> Callable[..., Any]:
+    known = _calls.get(jitted)
     if known is None:
-        known = _fast[fun] = {}
-    cache_key = (options, treedef, _compat.debugged())
-    fast = known.get(cache_key)
-    if fast is None:
+        known = _calls[jitted] = {}
+    call = known.get(options)
+    if call is None:
         if len(known) >= _MANY:
-            known.pop(next(iter(known)))  # a new callback for every call would fill it
-        leaves = jax.tree.leaves((args, kwargs))
-        one_jit = _is_one_jit(_trace.first_bind(fun, args, kwargs), leaves)
-        known[cache_key] = fast = _jitted(weakref.ref(fun), transform) if one_jit else False
-    return fast(given, *args, **kwargs) if fast else transform(fun, args, kwargs, *given)
+            known.pop(next(iter(known)))  # a new reduction for every call would fill it
+        call = known[options] = _as_one_program(weakref.ref(jitted), transform)
+    return call
 
 
-def _jitted(fun: Any, transform: Transform) -> Any:
-    def transformed(given: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return transform(fun(), args, kwargs, *given)
+def _as_one_program(fun: Any, transform: Transform) -> Callable[..., Any]:
+    """Compile the call of a jitted function, to which this is a weak reference, as a whole."""
+    is_movable = _compat.options_of_jit(fun()) is not None
+    programs: dict[Any, Any] = {}
 
-    return jax.jit(transformed)
+    def call(args: Any, kwargs: Any, *given: Any) -> Any:
+        if not (is_movable and _compat.is_evaluating()):
+            return transform(fun(), args, kwargs, *given)
+        program = programs.get(debugged := _compat.debugged())
+        if program is None:
+            program = programs[debugged] = _program(fun, transform, len(given))
+        return program(*given, *args, **kwargs) if given else program(*args, **kwargs)
 
-
-def _is_one_jit(bound: Any, leaves: list[Any]) -> bool:
-    """Whether the call is a single plain jit of exactly these arguments, none of them static or donated."""
-    if bound is None:
-        return False
-    primitive, operands, params = bound
-    return (
-        primitive.name == "jit"
-        and len(operands) == len(leaves)
-        and all(a is b or _is_number(b) for a, b in zip(operands, leaves, strict=True))
-        and _compat.is_plain_jit(params)
-    )
+    return call
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, bool | int | float | complex | np.ndarray | np.generic)
+def _program(fun: Any, transform: Transform, given: int) -> Any:
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        return transform(fun(), args[given:], kwargs, *args[:given])
+
+    # For profiles, where programs go by the names of their functions.
+    transformed.__name__ = transformed.__qualname__ = getattr(fun(), "__name__", "transformed")
+    return jax.jit(transformed, **_compat.options_of_jit(fun(), shift=given))

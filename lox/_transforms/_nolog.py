@@ -47,9 +47,11 @@ def _removing(fun: Callable[P, R], handler: Remove) -> Callable[P, R]:
     def remove(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _trace.run_staged(handler, fun, args, kwargs)
 
+    call = _call.calling(fun, handler, remove)
+
     @_call.wraps(fun)
     def removed(*args: P.args, **kwargs: P.kwargs) -> R:
-        return _call.call(fun, handler, remove, args, kwargs)
+        return call(args, kwargs)
 
     return removed
 

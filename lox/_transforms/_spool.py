@@ -1,6 +1,7 @@
 """`lox.spool`: logs as a result."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -349,42 +350,57 @@ def spool(
         SpoolError: At the call: a key is logged in `while_loop`, with neither `capacity` nor `reduce` for it.
         MismatchError: At the call: events of one key do not fit together.
     """
-    prefix = _call.prefix_option(prefix)
+    handler = _handler_of(argnames, tags, reduce, capacity, interval, keep_logs, prefix, unify)
+    return collecting(fun, handler, prefix)
+
+
+@_call.remembered
+def _handler_of(
+    argnames: Any, tags: Any, reduce: Any, capacity: Any, interval: Any, keep_logs: bool, prefix: Any, unify: bool
+) -> Collect:
+    _call.prefix_option(prefix)
     if not unify:
         raise _errors.OptionError(
             "`unify` is False, but branches that log differently are always united: leave it out."
         )
-    handler = Collect(
+    return Collect(
         Selection.of(argnames, tags),
         _call.reduce_option(reduce),
         _call.count_option("capacity", capacity),
         _call.count_option("interval", interval),
         keep_logs,
     )
-    return collecting(fun, handler, prefix)
 
 
 def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Callable[P, tuple[R, logdict]]:
     """`spool` with checked options."""
 
-    def collect(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
-        out, frame = _trace.run_function(handler, fun, args, kwargs)
-        with _compat.own_transfers():
-            return out, finish(handler, frame, prefix)
+    call = _call.calling(fun, (handler, prefix), functools.partial(_collect, handler, prefix))
 
     @_call.wraps(fun)
     def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:
-        out, logs = _call.call(fun, (handler, prefix), collect, args, kwargs)
-        if (logs.valid or logs.dropped) and not _is_traced(logs):
-            if logs.dropped:  # there may be a warning, which must not be delayed but needs the values
-                warn_of_dropped(logs.dropped)
-                return out, logs.without_empty_slots()
-            if any(map(_compat.is_global, jax.tree.leaves(logs))):
-                return out, logs.without_empty_slots()  # now, in all processes: perhaps only one of them looks at it
-            logs = logs.compacted_when_looked_at()
-        return out, logs
+        out, logs = result = call(args, kwargs)
+        return (out, _looked_at_later(logs)) if logs._valid or logs.dropped else result
 
     return spooled
+
+
+def _collect(handler: Collect, prefix: str, fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
+    out, frame = _trace.run_function(handler, fun, args, kwargs)
+    with _compat.own_transfers():
+        return out, finish(handler, frame, prefix)
+
+
+def _looked_at_later(logs: logdict) -> logdict:
+    """Logs that have no empty slots once someone looks at them."""
+    if _is_traced(logs):
+        return logs
+    if logs.dropped:  # there may be a warning, which must not be delayed but needs the values
+        warn_of_dropped(logs.dropped)
+        return logs.without_empty_slots()
+    if any(map(_compat.is_global, jax.tree.leaves(logs))):
+        return logs.without_empty_slots()  # now, in all processes: perhaps only one of them looks at it
+    return logs.compacted_when_looked_at()
 
 
 def _is_traced(logs: logdict) -> bool:

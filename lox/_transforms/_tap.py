@@ -120,7 +120,7 @@ def run(
     try:
         at_once = handler.waits and not _compat.is_evaluating()
         with _handler.failing_at_once() if at_once else contextlib.nullcontext():
-            out, token = _call.call(fun, handler, transform, args, kwargs, given)
+            out, token = _call.calling(fun, handler, transform)(args, kwargs, given)
         if handler.waits and not isinstance(token, _compat.Tracer):
             jax.block_until_ready(token)  # it is ready once the last callback has returned
             if len(token.sharding.device_set) > 1:

@@ -276,7 +276,8 @@ class Logger:
                     send(deliver, run, logs.to_bundles(), dropped=logs.dropped, **given)
                 return out
 
-            return _call.call(fun, ("spool", deliver, hashable), transform, args, kwargs, run, connection.given)
+            call = _call.calling(fun, ("spool", deliver, hashable), transform)
+            return call(args, kwargs, run, connection.given)
 
         return spooled
 
