@@ -46,6 +46,11 @@ def out_avals(jaxpr: Any) -> list[Any]:
     return [v.aval for v in split_jaxpr(jaxpr)[0].outvars]
 
 
+def is_high(jaxpr: Any) -> bool:
+    """Whether JAX still has to lower a jaxpr to one of ordinary types, which it cannot inside of other primitives."""
+    return getattr(split_jaxpr(jaxpr)[0], "is_high", False)  # since 0.7
+
+
 def without_consts(closed: Any) -> tuple[Any, list[Any]]:
     """A jaxpr that takes its constants as leading arguments, as remat needs it, and those constants."""
     if MERGED_JAXPR:

@@ -433,7 +433,7 @@ _KEPT = 64  # limited, as nobody may ever wait for the program
 
 def error_behind(raised: Exception) -> BaseException | None:
     """The exception of a callback, if that is why a program failed."""
-    if isinstance(raised, jax.errors.JaxRuntimeError):
+    if isinstance(raised, jax.errors.JaxRuntimeError | ValueError):  # the second from programs that C++ calls
         for number in re.findall(r"\(callback error (\d+) of lox\)", str(raised)):
             if int(number) in _raised:
                 return _raised.pop(int(number))
@@ -564,3 +564,39 @@ ad.deflinear2(pass_p, lambda cotangents, token: cotangents)
 pass_p.jet_rule = lambda primals, series: (primals, series)
 _compat.report_primals(emit_p, pass_p)
 _compat.allow_order_with_offloading()
+
+
+# --- programs of lox's own ------------------------------------------------------------------------
+
+alone_p = _compat.Primitive("lox_alone")
+alone_p.multiple_results = True
+
+
+class NotAlone(Exception):
+    """Control flow: a program has more effects than its calls, or it runs on several devices."""
+
+
+def alone(jaxpr: Any) -> Callable[..., Any]:
+    """Run a jaxpr as the whole of a program, without telling JAX that it calls the host.
+
+    JAX calls programs with effects from Python, which takes longer than all the rest. The effects are for those who
+    wait for the calls; here the caller waits for the token. Nothing may be around that would look for effects.
+    """
+    if set(jaxpr.effects) - {_compat.emit_effect} or _compat.is_high(jaxpr):
+        raise NotAlone
+    return lambda *args: alone_p.bind(*args, jaxpr=jaxpr)
+
+
+@alone_p.def_abstract_eval
+def _alone_abstract_eval(*avals: Any, jaxpr: Any) -> Any:
+    del avals
+    return _compat.out_avals(jaxpr)
+
+
+def _lower_alone(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
+    if not _compat.is_on_one_device(ctx):
+        raise NotAlone  # there, the token does not wait for the calls
+    return mlir.lower_fun(_compat.jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(alone_p, _lower_alone, cacheable=False)

@@ -217,14 +217,26 @@ def run_on_shards(parent: Any, around: LogTrace, primitive: Any, fun: Any, trace
         return parent.process_shard_map(primitive, fun, tracers, **params)
 
 
-def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _is_static(tree: Any) -> bool:
+    return not any(isinstance(x, _compat.Tracer) for x in jax.tree.leaves(tree))
+
+
+def run_staged(
+    handler: Handler,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    evaluate: Callable[[Any], Callable[..., Any]] = _compat.jaxpr_as_fun,
+) -> Any:
     """Trace `fun` before it is run, so that even constants that only served dropped logs disappear.
 
     Only while tracing for jit, where it requires no more of `fun` than jit does; elsewhere it is `run_function`.
+    `evaluate` says how the jaxpr is run.
     """
     if not isinstance(_compat.current_trace(), _compat.StagingTrace):
         return run_function(handler, fun, args, kwargs)[0]
-    leaves, treedef = jax.tree.flatten((args, kwargs))
+    # What holds no tracer stays the same object: static arguments may be compared by identity.
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_static)
     traced = [n for n, x in enumerate(leaves) if isinstance(x, _compat.Tracer)]
     box: list[Any] = []
 
@@ -243,7 +255,7 @@ def run_staged(handler: Handler, fun: Callable[..., Any], args: Sequence[Any], k
     jaxpr = _compat.make_jaxpr(lambda *xs: run_function(handler, flat, xs, {})[0], types_of(given))
     jaxpr = _compat.without_dead_code(jaxpr, types_of(given))
     tree, computed, out = box[0]
-    for n, x in zip(computed, _compat.jaxpr_as_fun(jaxpr)(*given), strict=True):
+    for n, x in zip(computed, evaluate(jaxpr)(*given), strict=True):
         out[n] = x
     return jax.tree.unflatten(tree, out)
 

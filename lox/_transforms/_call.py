@@ -11,6 +11,7 @@ import numpy as np
 
 from lox import _compat, _errors
 from lox._data import _reduce
+from lox._engine import _emit
 
 # The parameters and the result of a transformed function.
 P = ParamSpec("P")
@@ -89,18 +90,21 @@ _calls: Any = weakref.WeakKeyDictionary()
 _MANY = 64
 
 
-def calling(fun: Callable[..., Any], options: Any, transform: Transform) -> Callable[..., Any]:
+def calling(
+    fun: Callable[..., Any], options: Any, transform: Transform, alone: Transform | None = None
+) -> Callable[..., Any]:
     """How to call `transform(fun, args, kwargs, *given)`: as `call(args, kwargs, *given)`.
 
     If `fun` is jitted, or a method or partial of a jitted function, the call is compiled as a whole, and has the speed
-    of jit from the second time on. It has the static and donated arguments of `fun`.
+    of jit from the second time on. It has the static and donated arguments of `fun`. `alone` is another way to
+    transform it then, which may raise `NotAlone` when it is compiled.
     """
     if isinstance(fun, _compat.PjitFunction):
-        return _calling_jitted(fun, options, transform)
+        return _calling_jitted(fun, options, transform, alone)
     jitted, before, keywords = _behind(fun)
     if not isinstance(jitted, _compat.PjitFunction):
         return lambda args, kwargs, *given: transform(fun, args, kwargs, *given)
-    call = _calling_jitted(jitted, options, transform)
+    call = _calling_jitted(jitted, options, transform, alone)
     return lambda args, kwargs, *given: call((*before, *args), {**keywords, **kwargs}, *given)
 
 
@@ -115,7 +119,7 @@ def _behind(fun: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return fun, before, keywords
 
 
-def _calling_jitted(jitted: Any, options: Any, transform: Transform) -> Callable[..., Any]:
+def _calling_jitted(jitted: Any, options: Any, transform: Transform, alone: Transform | None) -> Callable[..., Any]:
     known = _calls.get(jitted)
     if known is None:
         known = _calls[jitted] = {}
@@ -123,22 +127,28 @@ def _calling_jitted(jitted: Any, options: Any, transform: Transform) -> Callable
     if call is None:
         if len(known) >= _MANY:
             known.pop(next(iter(known)))  # a new reduction for every call would fill it
-        call = known[options] = _as_one_program(weakref.ref(jitted), transform)
+        call = known[options] = _as_one_program(weakref.ref(jitted), transform, alone)
     return call
 
 
-def _as_one_program(fun: Any, transform: Transform) -> Callable[..., Any]:
+def _as_one_program(fun: Any, transform: Transform, alone: Transform | None) -> Callable[..., Any]:
     """Compile the call of a jitted function, to which this is a weak reference, as a whole."""
     is_movable = _compat.options_of_jit(fun()) is not None
     programs: dict[Any, Any] = {}
 
     def call(args: Any, kwargs: Any, *given: Any) -> Any:
+        nonlocal alone
         if not (is_movable and _compat.is_evaluating()):
             return transform(fun(), args, kwargs, *given)
         program = programs.get(debugged := _compat.debugged())
         if program is None:
-            program = programs[debugged] = _program(fun, transform, len(given))
-        return program(*given, *args, **kwargs) if given else program(*args, **kwargs)
+            program = programs[debugged] = _program(fun, alone or transform, len(given))
+        try:
+            return program(*given, *args, **kwargs) if given else program(*args, **kwargs)
+        except _emit.NotAlone:
+            alone = None
+            programs.clear()
+        return call(args, kwargs, *given)
 
     return call
 

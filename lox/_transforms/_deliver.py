@@ -42,6 +42,8 @@ class HostFunction:
 
 
 _numbers = itertools.count(1)  # of whatever tokens stand for
+_functions: Any = weakref.WeakValueDictionary()  # by their numbers, while someone else needs them
+_unused: dict[Any, list[tuple[int, Any]]] = {}  # for each default device: numbers, and as arrays there
 
 
 class Lookup:
@@ -49,30 +51,28 @@ class Lookup:
 
     def __init__(self, ordered: bool):
         self.ordered = ordered  # for `emit`
-        self._functions: Any = weakref.WeakValueDictionary()  # while someone else needs them
-        self._unused: dict[Any, list[tuple[int, Any]]] = {}  # for each default device: numbers, and as arrays there
 
     def connect(self, function: HostFunction) -> "Connection":
         """Give the function a number for this call, which no other has."""
         device = jax.config.jax_default_device
         try:
-            number, token = self._unused[device].pop()
+            number, token = _unused[device].pop()
         except (KeyError, IndexError):
             number = next(_numbers)
             with _compat.own_transfers():
                 token = jax.device_put(np.int32(number))  # this takes longer than all the rest
-        self._functions[number] = function
+        _functions[number] = function
 
         def release() -> None:
-            self._functions.pop(number, None)
-            self._unused.setdefault(device, []).append((number, token))
+            _functions.pop(number, None)
+            _unused.setdefault(device, []).append((number, token))
             function.end(number)
 
         return Connection(self, {"token": token}, function, release)
 
     def __call__(self, packet: Packet, token: int = 0) -> int | None:
         """Take a packet, on the host."""
-        function = self._functions.get(~token if token < 0 else token)
+        function = _functions.get(~token if token < 0 else token)
         if function is None:
             raise _errors.LoxError(
                 "events came after the call of the tapped function has failed, or when their logger was gone: "
@@ -82,6 +82,7 @@ class Lookup:
 
 
 _lookups = {ordered: Lookup(ordered) for ordered in (True, False)}
+ALONE = _lookups[False]  # for programs in which only the token keeps the order
 
 
 class Connection(NamedTuple):

@@ -43,6 +43,7 @@ class Stream(Handler):
     buffer: int | None
 
     waits: ClassVar[bool] = True  # whether a call returns only after the last callback
+    claims: ClassVar[bool] = True  # whether no log is left for the console
 
     @property
     def names(self) -> Names | None:

@@ -1,6 +1,8 @@
 """`lox.tap`: stream logs to a callback while the program runs."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +14,7 @@ from lox._engine._selection import Selection
 from lox._engine._sink import show
 from lox._transforms import _call
 from lox._transforms._call import P, R
-from lox._transforms._deliver import BufferedDelivery, Callback, Connection, Delivery, connect, one_for
+from lox._transforms._deliver import ALONE, BufferedDelivery, Callback, Connection, Delivery, connect, one_for
 from lox._transforms._spool import Collect
 from lox._transforms._stream import Stream
 
@@ -96,9 +98,7 @@ def streaming(
 
     `given` becomes part of the state of the handler, whose class is `kind`.
     """
-    prefix, reduction = _call.prefix_option(prefix), _call.reduce_option(reduce)
-    interval, buffer = _call.count_option("interval", interval), _call.count_option("buffer", buffer)
-    collect = Collect(Selection.of(argnames, tags), reduction, None, interval, keep_logs=True)
+    collect = _collect_of(argnames, tags, prefix, interval, reduce, buffer)
 
     def stream(fun: Callable[..., Any], args: Any, kwargs: Any, connection: Connection, **given: Any) -> Any:
         return run(kind(collect, connection.deliver, prefix, buffer), fun, args, kwargs, connection, given)
@@ -106,21 +106,26 @@ def streaming(
     return stream
 
 
+@_call.remembered
+def _collect_of(argnames: Any, tags: Any, prefix: Any, interval: Any, reduce: Any, buffer: Any) -> Collect:
+    _call.prefix_option(prefix)
+    _call.count_option("buffer", buffer)
+    reduction, interval = _call.reduce_option(reduce), _call.count_option("interval", interval)
+    return Collect(Selection.of(argnames, tags), reduction, None, interval, keep_logs=True)
+
+
 def run(
     handler: Any, fun: Callable[..., Any], args: Any, kwargs: Any, connection: Connection, given: dict[str, Any]
 ) -> Any:
     """Call a function with a handler whose last state is a token; raises the exception of a callback unchanged."""
-
-    def transform(fun: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> tuple[Any, Any]:
-        out, frame = _trace.run_function(handler, fun, args, kwargs, given)
-        with _compat.own_transfers():
-            return out, handler.finish(frame)
-
-    given = {**given, **connection.given}
+    alone = None
+    if handler.waits and handler.claims and connection.given:
+        alone = functools.partial(_transformed_alone, dataclasses.replace(handler, deliver=ALONE))
     try:
         at_once = handler.waits and not _compat.is_evaluating()
         with _handler.failing_at_once() if at_once else contextlib.nullcontext():
-            out, token = _call.calling(fun, handler, transform)(args, kwargs, given)
+            call = _call.calling(fun, handler, functools.partial(_transformed, handler), alone)
+            out, token = call(args, kwargs, {**given, **connection.given})
         if handler.waits and not isinstance(token, _compat.Tracer):
             jax.block_until_ready(token)  # it is ready once the last callback has returned
             if len(token.sharding.device_set) > 1:
@@ -133,3 +138,17 @@ def run(
         _compat.forget_failed_effects(type(error).__name__)
         raise error from None
     return out
+
+
+def _transformed(
+    handler: Any, fun: Callable[..., Any], args: Any, kwargs: Any, given: dict[str, Any]
+) -> tuple[Any, Any]:
+    out, frame = _trace.run_function(handler, fun, args, kwargs, given)
+    with _compat.own_transfers():
+        return out, handler.finish(frame)
+
+
+def _transformed_alone(handler: Any, fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """`_transformed` as the whole of a program, in which nobody else is interested in the logs."""
+    fun = functools.partial(_transformed, handler, fun)
+    return _trace.run_staged(_handler.Drop(), fun, args, {}, evaluate=_emit.alone)

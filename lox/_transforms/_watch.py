@@ -120,6 +120,7 @@ class Watch(Handler):
     deliver: Deliver
 
     waits: ClassVar[bool] = True
+    claims: ClassVar[bool] = False
 
     @property
     def names(self) -> Names | None:
