@@ -1,6 +1,7 @@
 """Small functions on arrays that several modules share."""
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,44 @@ def numpy_for(*trees: Any) -> Any:
 def as_array(x: Any) -> Any:
     """Make an array of a Python number, which JAX passes to primitives unchanged."""
     return jnp.asarray(x) if isinstance(x, int | float | complex) and not isinstance(x, np.generic) else x
+
+
+def concrete(x: Any) -> Any:
+    """An array of JAX's that is in this process, or one of NumPy's like what JAX would make of a number or an array.
+
+    None for everything else, and for integers that do not fit: `lox.log` has the messages. Making an array on a device takes longer than all that lox does with a number.
+    """
+    kind = type(x)
+    if kind in _NUMBERS:
+        dtype = _NUMBERS[kind][jax.config.jax_enable_x64]  # type: ignore[attr-defined]
+        if kind is int and not -(1 << 8 * dtype.itemsize - 1) <= x < 1 << 8 * dtype.itemsize - 1:
+            return None
+        return np.array(x, dtype)
+    if isinstance(x, np.ndarray | np.generic):
+        dtype = _canonical(x.dtype, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+        if dtype is None:
+            return None
+        copy = np.array(x, dtype)
+        return None if dtype != x.dtype and dtype.kind in "iu" and (copy != x).any() else copy
+    if isinstance(x, jax.Array) and not isinstance(x, _compat.Tracer) and isinstance(x.dtype, np.dtype):
+        return x if x.is_fully_addressable else None
+    return None
+
+
+# For Python's numbers, the dtypes of JAX without and with 64 bits.
+_NUMBERS = {
+    bool: (np.dtype(bool), np.dtype(bool)),
+    int: (np.dtype(np.int32), np.dtype(np.int64)),
+    float: (np.dtype(np.float32), np.dtype(np.float64)),
+    complex: (np.dtype(np.complex64), np.dtype(np.complex128)),
+}
+
+
+@functools.lru_cache(256)
+def _canonical(dtype: Any, x64: bool) -> Any:
+    """The dtype of an array that JAX makes of one with this dtype, with or without 64 bits; None if it cannot."""
+    del x64  # which JAX knows
+    return jax.dtypes.canonicalize_dtype(dtype) if dtype.kind in "biufc" and dtype.itemsize <= 16 else None
 
 
 def missing_value(dtype: Any) -> Any:

@@ -459,6 +459,20 @@ class logdict(dict[str, Any]):
         return logs
 
     @classmethod
+    def of_event(
+        cls, keys: Iterable[str], treedefs: Iterable[Any], values: Iterable[Any], steps: Mapping[str, Any]
+    ) -> "logdict":
+        """Make logs of one event without lanes; `values` has the leaves of all keys, one key after the other."""
+        logs, rest = cls(), iter(values)
+        step_flags = tuple([(name, ()) for name in sorted(steps)])
+        for key, treedef in zip(keys, treedefs, strict=True):
+            leaves = [next(rest) for _ in range(treedef.num_leaves)]
+            _set(logs, key, leaves[0] if treedef == SINGLE else jax.tree.unflatten(treedef, leaves))
+            logs._layouts[key] = Layout(False, ((),) * len(leaves), tuple([x.ndim for x in leaves]), step_flags)
+        logs.steps = {name: dict.fromkeys(logs, step) for name, step in steps.items()}
+        return logs
+
+    @classmethod
     def from_bundles(
         cls, bundles: Iterable[Bundle], order: Iterable[str] | None = None, reduced: Container[str] = ()
     ) -> "logdict":

@@ -325,6 +325,32 @@ def _is_split(tree: Any) -> bool:
     return any(map(_compat.is_split, jax.tree.leaves(tree)))
 
 
+def packet_of_event(
+    keys: Keys, treedefs: tuple[Any, ...], values: list[Any], steps: dict[str, Any], run: Any = None
+) -> Packet:
+    """A packet with copies of the arrays of one event outside of programs; what it has is whole, and has no lanes."""
+    arrays = [*values, *steps.values()] if run is None else [*values, *steps.values(), run]
+    arrays = [np.array(x) for x in arrays]  # those of JAX may be donated, those of the user may change
+    unpacker = _unpacker_of_event(keys, treedefs, tuple(steps), run is not None, tuple([x.ndim for x in arrays]))
+    return Packet(unpacker, arrays, eager=True)
+
+
+@functools.lru_cache(1024)
+def _unpacker_of_event(
+    keys: Keys, treedefs: tuple[Any, ...], steps: tuple[str, ...], routed: bool, ndims: tuple[int, ...]
+) -> "Unpacker":
+    values = [Laned(0) for treedef in treedefs for _ in range(treedef.num_leaves)]
+    bundle = Bundle(values, {name: Laned(0) for name in steps}, None, keys, treedefs, True, Site())
+    form = Form(jax.tree.structure(Content([bundle], Laned(0) if routed else None, {})), None, frozenset(), None)
+    return unpacker_of(form, ndims)
+
+
+def deliver_now(deliver: Deliver, packet: Packet) -> None:
+    """Hand a packet over from outside of programs."""
+    with _delivering:
+        deliver(packet, 0)
+
+
 def packet_of(content: Content) -> Packet:
     """A packet with copies of these arrays, as if it had come from a program."""
     arrays, treedef = jax.tree.flatten(content)

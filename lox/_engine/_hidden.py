@@ -38,6 +38,11 @@ def transforming() -> Iterator[None]:
         _around.depth -= 1
 
 
+def is_transforming() -> bool:
+    """Whether a transformation runs a function, even if it does not see what happens right now."""
+    return bool(_around.depth)
+
+
 def pass_on(primitive: Any, args: Any, params: dict[str, Any]) -> Any:
     """Bind a primitive in which no log was found. `check` looks for this function on the stack."""
     return primitive.bind(*args, **params)

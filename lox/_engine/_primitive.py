@@ -15,9 +15,9 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from lox import _compat, _errors
-from lox._data import _reduce
+from lox._data import _arrays, _reduce
 from lox._data._lanes import Laned, flag_of, with_lane
-from lox._data._logdict import logdict
+from lox._data._logdict import SINGLE, logdict
 from lox._data._sites import call_site, warn
 from lox._engine import _devices, _emit, _hidden, _selection, _sink
 from lox._engine._event import Event, Meta
@@ -155,6 +155,12 @@ def log(
     if isinstance(data, logdict) and data.valid:
         options: dict[str, Any] = dict(tags=tags, reduce=reduce, prefix=prefix, weight=weight, explicit=explicit)
         return _log_again(data, where, options | steps)
+    if tags:
+        tags = _selection.names("tags", tags)
+    if where is None and weight is None and reduce is None and not _hidden.is_transforming():
+        logs = _log_now(data, steps, prefix, explicit) if _compat.is_evaluating() else None
+        if logs is not None:
+            return logs
     values, treedefs, reductions = {}, {}, {}
     for key, value in data.items():
         if not isinstance(key, str):
@@ -187,6 +193,43 @@ def log(
         _hidden.check_log(_compat.LogMark(tuple(values), event.site), sys._getframe())
         bind(event)
     return event.as_logdict()
+
+
+def _log_now(data: Mapping[str, Any], steps: dict[str, Any], prefix: str, explicit: bool) -> logdict | None:
+    """Log an event of concrete arrays outside of programs, without passing through XLA.
+
+    None if it is not such an event, or not one that can be logged, which the caller has the messages for.
+    """
+    keys, treedefs, values = [], [], []
+    for key, value in data.items():
+        array = _arrays.concrete(value)
+        if array is not None:
+            treedefs.append(SINGLE)
+            values.append(array)
+        else:
+            leaves, treedef = jax.tree.flatten(value)
+            treedefs.append(treedef)
+            values += map(_arrays.concrete, leaves)
+            if not leaves:
+                return None
+        if type(key) is not str:
+            return None
+        keys.append(prefix + key if prefix else key)
+    numbers = {name: _arrays.concrete(step) for name, step in steps.items()}
+    if not keys or any([x is None for x in values]) or not all([_is_step(x) for x in numbers.values()]):
+        return None
+    scope = _compat.open_scopes()
+    if not explicit and _sink.config.sink != "off":
+        with _compat.own_transfers():
+            names = tuple([scope + key for key in keys]) if scope else tuple(keys)
+            packet = _emit.packet_of_event(names, tuple(treedefs), values, numbers)
+        _emit.deliver_now(_sink.deliver, packet)
+    return logdict.of_event(keys, treedefs, values, numbers)
+
+
+def _is_step(x: Any) -> bool:
+    """Whether it is a number of a dtype that holds -1, which stands for a missing step."""
+    return x is not None and not x.shape and (x.dtype.kind in "ifc" or x.dtype.itemsize >= 4)
 
 
 def _log_again(logs: logdict, where: Any, options: dict[str, Any]) -> logdict:
