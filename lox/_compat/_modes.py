@@ -16,9 +16,13 @@ def own_transfers() -> Any:
 
     A user's transfer guard is meant for the transfers of the user's program.
     """
-    if all(getattr(jax.config, guard) in (None, "allow") for guard in _TRANSFER_GUARDS):
-        return _NO_CONTEXT
-    return jax.transfer_guard("allow")
+    config: Any = jax.config
+    allowed = (
+        config.jax_transfer_guard_host_to_device in _ALLOWED
+        and config.jax_transfer_guard_device_to_host in _ALLOWED
+        and config.jax_transfer_guard_device_to_device in _ALLOWED
+    )
+    return _NO_CONTEXT if allowed else jax.transfer_guard("allow")
 
 
 def debugged() -> tuple[bool, bool]:
@@ -30,8 +34,7 @@ def debugged() -> tuple[bool, bool]:
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-_DIRECTIONS = ("host_to_device", "device_to_host", "device_to_device")
-_TRANSFER_GUARDS = [f"jax_transfer_guard_{direction}" for direction in _DIRECTIONS]
+_ALLOWED = (None, "allow")
 _LOOPS = {inspect.unwrap(loop).__code__ for loop in (jax.lax.scan, jax.lax.while_loop, jax.lax.fori_loop)}
 
 

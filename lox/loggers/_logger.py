@@ -28,7 +28,7 @@ from lox.loggers._errors import raise_all
 from lox.loggers._pipeline import Pipeline
 from lox.loggers._routing import RoutedStream
 from lox.loggers._run import ConfigTree, LoggerState, Run, prng_key_words
-from lox.loggers._values import as_bundles
+from lox.loggers._values import as_bundles, packet_now
 from lox.store import names
 from lox.store._prng_keys import as_words
 
@@ -226,10 +226,15 @@ class Logger:
             prefix: Put in front of every key.
             **steps: Steps of these events: one number for all, or one for each event.
         """
-        run = self._run_of(state, "log")
-        self._entered()
-        bundles = as_bundles(logs, steps)
         prefix = _call.prefix_option(prefix)
+        with _compat.own_transfers():
+            number = self._number_of(state, "log")
+            self._entered()
+            is_known = number is not None and _compat.is_evaluating()
+            packet = packet_now(logs, steps, prefix, np.int32(number)) if is_known else None
+        if packet is not None:
+            return _emit.deliver_now(self._pipeline.delivery, packet)
+        run, bundles = self._run_of(state, "log"), as_bundles(logs, steps)
         if bundles:
             bundles = [bundle.prefixed(prefix) for bundle in bundles]
             send(self._pipeline.delivery, run, bundles, dropped=getattr(logs, "dropped", {}))
@@ -351,21 +356,27 @@ class Logger:
     # --- between program and host ---
 
     def _run_of(self, state: Any, what: str) -> Any:
-        """Return the number of the run, checked as far as possible while tracing."""
+        """Return the number of the run as an array, checked as far as possible while tracing."""
+        with _compat.own_transfers():
+            self._number_of(state, what)
+        return jnp.asarray(state.run, jnp.int32)
+
+    def _number_of(self, state: Any, what: str) -> int | None:
+        """Return the number of the run, if it is known while tracing."""
         self._require_state(state, what)
         if np.ndim(state.run):
             raise _errors.LogTypeError(
                 f"`{what}` got the states of {' × '.join(map(str, np.shape(state.run)))} runs: it takes one. "
                 f"For one run per lane, map over the state: `jax.vmap(lambda state, ...: logger.{what}(...))`."
             )
-        if not isinstance(state.run, _compat.Tracer):
-            with _compat.own_transfers():
-                number = int(state.run)
-            if number in self._pipeline.ended:
-                raise self._pipeline.over(number)
-            if not self._pipeline.knows(number):
-                raise self._pipeline.unknown(number)
-        return jnp.asarray(state.run, jnp.int32)
+        if isinstance(state.run, _compat.Tracer):
+            return None
+        number = int(np.asarray(_compat.own_copy(state.run)))
+        if number in self._pipeline.ended:
+            raise self._pipeline.over(number)
+        if not self._pipeline.knows(number):
+            raise self._pipeline.unknown(number)
+        return number
 
     def _require_state(self, state: Any, what: str) -> None:
         self._pipeline.require_open(what)

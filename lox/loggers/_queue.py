@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 _PAUSE = 0.1  # seconds without a job before `pause` is called
+_GATHER = 0.002  # seconds that the thread waits for more jobs: to wake it for each would take longer than the job
 _IDLE = 5.0  # seconds without a job before the thread ends; the next job starts another
 
 
@@ -33,7 +34,10 @@ class Writer:
         self._capacity, self._capacity_bytes = max(1, capacity), max(1, capacity_bytes)
         self._bytes = 0  # of the unfinished jobs
         self._jobs: collections.deque[Any] = collections.deque()
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed, self._urged = threading.Condition(lock), threading.Condition(lock)
+        self._gathering = False  # whether the thread waits for more jobs, to do them together
+        self._waiting = 0  # how many wait for the thread
         self._thread: threading.Thread | None = None
         self._put = self._done = 0
         self._stopping = False
@@ -50,12 +54,14 @@ class Writer:
             inside = threading.current_thread() is self._thread
             while not inside and self._is_full():
                 self._start()
+                self._urged.notify()
                 self._changed.wait(1.0)
             self._jobs.append((job, size))
             self._put += 1
             self._bytes += size
             self._start()
-            self._changed.notify_all()
+            if not self._gathering:
+                self._changed.notify_all()
 
     def _is_full(self) -> bool:
         return self._put - self._done >= self._capacity or self._bytes >= self._capacity_bytes
@@ -67,18 +73,24 @@ class Writer:
                 return True
             until = self._put
             deadline = None if timeout is None else time.monotonic() + timeout
-            while self._done < until:
-                self._start()
-                # Not forever: an interrupt must get through, and a dead thread must be noticed.
-                self._changed.wait(0.2)
-                if deadline is not None and time.monotonic() > deadline:
-                    return False
+            self._waiting += 1
+            try:
+                self._urged.notify()
+                while self._done < until:
+                    self._start()
+                    # Not forever: an interrupt must get through, and a dead thread must be noticed.
+                    self._changed.wait(0.2)
+                    if deadline is not None and time.monotonic() > deadline:
+                        return False
+            finally:
+                self._waiting -= 1
         return True
 
     def stop(self) -> None:
         """Let the thread end when its work is done; another job starts a new one."""
         with self._changed:
             self._stopping = True
+            self._urged.notify()
             self._changed.notify_all()
 
     def _start(self) -> None:
@@ -99,6 +111,10 @@ class Writer:
             while True:
                 self._changed.wait_for(lambda: self._jobs or self._stopping, wait)
                 if self._jobs:
+                    if not (self._waiting or self._stopping or self._is_full()):
+                        self._gathering = True
+                        self._urged.wait(_GATHER)
+                        self._gathering = False
                     self._work_once()
                     wait, paused = _PAUSE, False
                 elif not paused:

@@ -11,7 +11,8 @@ from lox import _compat, _errors
 from lox._data import _arrays
 from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Laned
-from lox._data._logdict import logdict
+from lox._data._logdict import SINGLE, logdict
+from lox._engine._emit import Packet, packet_of_event
 from lox._engine._primitive import as_array
 from lox.store._prng_keys import is_prng_key
 
@@ -25,6 +26,37 @@ def as_bundles(data: Mapping[str, Any], steps: Mapping[str, Any]) -> list[Bundle
         step = _array(step, f"step {name!r}")
         bundles = [_with_step(bundle, name, step) for bundle in bundles]
     return bundles
+
+
+def packet_now(data: Mapping[str, Any], steps: Mapping[str, Any], prefix: str, run: Any) -> Packet | None:
+    """The packet of a dict of concrete numbers and arrays, for which neither XLA nor bundles are needed.
+
+    None if it is anything else, or if there is something wrong with it, which `as_bundles` has the messages for.
+    """
+    if isinstance(data, logdict) or not isinstance(data, Mapping) or not data:
+        return None
+    treedefs, values = [], []
+    for key, value in data.items():
+        leaves, treedef = ([value], SINGLE) if type(value) in _COMMON else jax.tree.flatten(value)
+        if type(key) is not str or not leaves:
+            return None
+        treedefs.append(treedef)
+        values += map(_concrete, leaves)
+    numbers = {name: _concrete(step) for name, step in steps.items()}
+    if any([x is None for x in values]) or not all([x is not None and not x.shape for x in numbers.values()]):
+        return None
+    keys = tuple([prefix + key for key in data]) if prefix else tuple(data)
+    return packet_of_event(keys, tuple(treedefs), values, numbers, run)
+
+
+_COMMON = (float, int, np.ndarray)
+
+
+def _concrete(x: Any) -> Any:
+    """The same array as `_array`, if it is whole and made of numbers."""
+    if isinstance(x, np.ndarray | np.generic):
+        return x if x.dtype.kind in "biufcV" else None
+    return _arrays.concrete(x)
 
 
 def _one_event(data: Mapping[str, Any]) -> list[Bundle]:
