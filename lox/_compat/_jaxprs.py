@@ -16,7 +16,7 @@ from jax.extend import source_info_util
 from jax.interpreters import partial_eval as pe
 
 from lox._compat._effects import emit_effect, log_effect
-from lox._compat._traces import Literal, PjitFunction, Primitive, Var
+from lox._compat._traces import Literal, PjitFunction, Primitive, Var, jit_p
 
 _ClosedJaxpr: Any = jex_core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 MERGED_JAXPR = jex_core.Jaxpr is _ClosedJaxpr  # since 0.11 one class, constants attached
@@ -189,7 +189,8 @@ def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple
     # The derivative rules of JAX's own functions (relu, logsumexp, ...) never log: no need to wrap them.
     rules = primitive.name in ("custom_jvp_call", "custom_vjp_call") and not is_jax_own(params.get("call_jaxpr"))
     rules = rules or primitive.name in (LOG_GRAD_NAME, "remat_opt")
-    for jaxpr in sub_jaxprs(params):
+    # A jit has one jaxpr, and is asked in every call.
+    for jaxpr in (params["jaxpr"],) if primitive is jit_p else sub_jaxprs(params):
         sub_logs, sub_rules = _concerns(jaxpr)
         logs, rules = logs or sub_logs, rules or sub_rules
     return logs, rules

@@ -73,6 +73,16 @@ def with_common_types(jaxprs: list[Any], avals: list[Any]) -> list[Any]:
     return [widened(j) for j in jaxprs]
 
 
+def is_plain_jit(params: dict[str, Any]) -> bool:
+    """Whether a jit has no sharding, layout or compiler option."""
+    return (
+        all(s is UNSPECIFIED for s in (*params["in_shardings"], *params["out_shardings"]))
+        and all(x is None for x in (*params["in_layouts"], *params["out_layouts"]))
+        and not params["compiler_options_kvs"]
+        and not params["keep_unused"]
+    )
+
+
 def options_of_jit(jitted: Any, shift: int = 0) -> dict[str, Any] | None:
     """The options of a jitted function, for one with `shift` more leading arguments.
 

@@ -52,6 +52,14 @@ def is_on_several_devices(tree: Any) -> bool:
     return any(len(x.sharding.device_set) > 1 for x in arrays)
 
 
+def are_on_one_device(tree: Any) -> bool:
+    """Tell whether all arrays of a tree are concrete, and on the same device."""
+    arrays = jax.tree.leaves(tree)
+    if any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in arrays):
+        return False
+    return len({x.device for x in arrays}) == 1 and isinstance(arrays[0].device, jax.Device)
+
+
 def is_split(x: Any) -> bool:
     """Tell whether an array is spread over several processes, such that not each of them has all of it.
 

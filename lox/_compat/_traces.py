@@ -14,6 +14,7 @@ Literal = jex_core.Literal
 jaxpr_as_fun = jex_core.jaxpr_as_fun
 Trace = jax.core.Trace
 Tracer = jax.core.Tracer
+jit_p = jex_core.primitives.jit_p
 PjitFunction = type(jax.jit(lambda: None))
 # `set_current_trace` and `take_current_trace` are in jax.extend.core since 0.10. Up to 0.9 they were in jax.core, where
 # accessing them warns since 0.8.2.

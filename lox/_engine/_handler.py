@@ -183,6 +183,7 @@ class Frame:
         self.pieces: list[Any] = []
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
+        self._sources: set[Any] = set()  # what has been checked
         self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
         self.eqn_scope = scope
         self.place: Place | None = None  # of the current equation, if it is in a jaxpr
@@ -219,18 +220,20 @@ class Frame:
         """Everything that was collected so far."""
         return self.handler.gather(self.pieces)
 
-    def collect(self, piece: Any) -> None:
-        """Add to what was collected."""
-        self.handler.check(self, piece)
+    def collect(self, piece: Any, source: Any = None) -> None:
+        """Add to what was collected. All pieces of one `source` have the same types."""
+        if source is None or source not in self._sources:
+            self.handler.check(self, piece)
+            self._sources.add(source)
         self.pieces.append(piece)
 
-    def absorb(self, state: Any, piece: Any, keys: dict[str, bool]) -> None:
+    def absorb(self, state: Any, piece: Any, keys: dict[str, bool], source: Any = None) -> None:
         """Take over the state, the piece and the keys of an inner block."""
         if inside.may_fail and _compat.is_evaluating():
             jax.block_until_ready((state, piece))
         self.state = state
         if jax.tree.leaves(piece):
-            self.collect(piece)
+            self.collect(piece, source)
         for key, certain in keys.items():
             self.note(key, certain)
 

@@ -206,17 +206,15 @@ class Transformed:
         if handler.in_place:
             self.jaxpr = _compat.without_dead_code(self.jaxpr, types)
         self.grown = signature(self.struct) != signature(types_of(state))
-        self.extra = len(jax.tree.leaves(self.struct)) + len(jax.tree.leaves(self.piece))
+        self._state_tree, self._piece_tree = jax.tree.structure(self.struct), jax.tree.structure(self.piece)
+        self.extra = self._state_tree.num_leaves + self._piece_tree.num_leaves
 
     def unpack(self, flat: Sequence[Any], piece_tree: Any = None) -> tuple[list[Any], Any, Any]:
         """Results, state and piece, which has the structure `piece_tree` if it was changed."""
-        count = len(jax.tree.leaves(self.struct))
-        outs, state, piece = flat[: self.outs], flat[self.outs : self.outs + count], flat[self.outs + count :]
-        return (
-            list(outs),
-            jax.tree.unflatten(jax.tree.structure(self.struct), state),
-            jax.tree.unflatten(jax.tree.structure(self.piece) if piece_tree is None else piece_tree, piece),
-        )
+        end = self.outs + self._state_tree.num_leaves
+        outs, state, piece = flat[: self.outs], flat[self.outs : end], flat[end:]
+        piece_tree = self._piece_tree if piece_tree is None else piece_tree
+        return list(outs), jax.tree.unflatten(self._state_tree, state), jax.tree.unflatten(piece_tree, piece)
 
 
 _transformed: Any = weakref.WeakKeyDictionary()
@@ -244,9 +242,14 @@ _compiled: Any = weakref.WeakKeyDictionary()
 
 def run_compiled(frame: Frame, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """Rebuild and run a primitive outside of jit, such that nothing is traced or compiled again the next time."""
-    if primitive.name == "jit" or rule_of(primitive) is None:
-        return apply_rule(frame, primitive, params, args)  # a jit compiles with its own options; the others raise
+    is_jit = primitive is _compat.jit_p
+    if rule_of(primitive) is None or (is_jit and not _compat.is_plain_jit(params)):
+        return apply_rule(frame, primitive, params, args)  # such a jit compiles with its own options; the others raise
     frame.eqn_scope = frame.here()
+    if is_jit:
+        jaxpr, donated = params["jaxpr"], params["donated_invars"]
+        cache = _compiled.setdefault(jaxpr, {}).setdefault(donated, {})
+        return frame.settle(lambda state: run_jitted(frame, lambda: jaxpr, state, args, cache, donated, params["name"]))
     anchor, *others = _compat.sub_jaxprs(params)
     # By identity, since the key must not keep the anchor alive.
     identity = tuple((name, _identity(value)) for name, value in sorted(params.items()))
@@ -262,18 +265,33 @@ def run_compiled(frame: Frame, primitive: Any, params: dict[str, Any], args: Seq
 
 
 def run_jitted(
-    frame: Frame, jaxpr: Callable[[], Any], state: Any, args: Sequence[Any], cache: dict[Any, Any]
+    frame: Frame,
+    jaxpr: Callable[[], Any],
+    state: Any,
+    args: Sequence[Any],
+    cache: dict[Any, Any],
+    donated: Sequence[bool] = (),
+    name: str = "logged",
 ) -> list[Any]:
     """Transform, compile and run a jaxpr."""
     cache_key = (frame.handler, frame.unbounded, frame.eqn_scope, signature(state), _compat.debugged())
-    if cache_key not in cache:
+    known = cache.get(cache_key)
+    if known is None:
         rebuilt = Transformed(frame.handler, jaxpr(), state, frame.unbounded, frame.eqn_scope)
-        cache[cache_key] = rebuilt, jax.jit(_compat.jaxpr_as_fun(rebuilt.jaxpr))
-    rebuilt, compiled = cache[cache_key]
+        run = _compat.jaxpr_as_fun(rebuilt.jaxpr)
+        first = len(jax.tree.leaves(state))
+
+        def logged(*args: Any) -> Any:
+            return run(*args)
+
+        logged.__name__ = logged.__qualname__ = name  # for profiles
+        compiled = jax.jit(logged, donate_argnums=[first + n for n, given_up in enumerate(donated) if given_up])
+        known = cache[cache_key] = rebuilt, compiled
+    rebuilt, compiled = known
     if rebuilt.grown and not frame.handler.allows(frame, rebuilt.struct):
         raise Grown(frame, rebuilt.struct)
     outs, state, piece = rebuilt.unpack(compiled(*jax.tree.leaves(state), *args))
-    frame.absorb(state, piece, rebuilt.keys)
+    frame.absorb(state, piece, rebuilt.keys, rebuilt)
     return outs
 
 

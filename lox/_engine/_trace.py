@@ -102,7 +102,7 @@ class LogTrace(PassingTrace):
         with _compat.set_current_trace(self.parent):
             if primitive is log_p:
                 self.frame.list_logs(primitive, params)
-                self._place_state(tracers)
+                self._place_state(lambda: tracers)
                 self.frame.take(params["meta"], tracers)
                 return []
             # If nothing outside differentiates, derivative rules do not matter.
@@ -118,13 +118,13 @@ class LogTrace(PassingTrace):
             frame, handler = self.frame, self.frame.handler
             frame.list_logs(primitive, params)
             with _announced(frame, lambda: tally_of(primitive, params, frame.here(), handler.counts)):
-                self._place_state(_compat.operands_of(params, tracers))
+                self._place_state(lambda: _compat.operands_of(params, tracers))
                 return (run_compiled if evaluating else apply_rule)(frame, primitive, params, tracers)
 
-    def _place_state(self, operands: Sequence[Any]) -> None:
+    def _place_state(self, operands: Callable[[], Sequence[Any]]) -> None:
         """Move the state to the devices of the operands: a function may run programs on different devices."""
         if self.frame.state and _compat.underneath(self) is _compat.eval_trace:
-            self.frame.state = _compat.beside(operands, self.frame.state)
+            self.frame.state = _compat.beside(operands(), self.frame.state)
 
     def process_functions(
         self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any

@@ -187,7 +187,10 @@ class Collect(Handler):
 
     def gather(self, pieces: list[list[Bundle]]) -> list[Bundle]:
         """Join the events of each key."""
-        return _bundle.gather([bundle for piece in pieces for bundle in piece])
+        bundles = [bundle for piece in pieces for bundle in piece]
+        if 1 < len(bundles) <= _FEW and _compat.is_evaluating() and _compat.are_on_one_device(bundles):
+            return _gather_at_once(bundles, _compat.debugged())
+        return _bundle.gather(bundles)
 
     def unroll(self, piece: list[Bundle], reverse: bool) -> list[Bundle]:
         """Unroll the events of each key."""
@@ -257,6 +260,15 @@ class Collect(Handler):
     def for_rules(self) -> Handler:
         """Drop logs, or leave them to others but not to the console."""
         return _handler.MarkSeen() if self.keep_logs else _handler.Drop()
+
+
+_FEW = 16  # bundles that are joined by one program: for every number of them another is compiled
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _gather_at_once(bundles: list[Bundle], debugged: Any) -> list[Bundle]:
+    del debugged  # on which the result depends
+    return _bundle.gather(bundles)
 
 
 @dataclasses.dataclass
@@ -374,7 +386,6 @@ def _handler_of(
 
 def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Callable[P, tuple[R, logdict]]:
     """`spool` with checked options."""
-
     call = _call.calling(fun, (handler, prefix), functools.partial(_collect, handler, prefix))
 
     @_call.wraps(fun)
