@@ -1,28 +1,26 @@
 """Traces, primitives, and whether anything is being traced."""
 
-import concurrent.futures
 import contextlib
 import sys
+import threading
 from typing import Any
 
 import jax.core
 from jax._src import core as _core
-from jax.extend import core as jex_core
 
-Var = jex_core.Var
-Literal = jex_core.Literal
-jaxpr_as_fun = jex_core.jaxpr_as_fun
+from lox._compat import _extend
+
+Var = _extend.Var
+Literal = _extend.Literal
+jaxpr_as_fun = _extend.jaxpr_as_fun
 Trace = jax.core.Trace
 Tracer = jax.core.Tracer
 PjitFunction = type(jax.jit(lambda: None))
-# `set_current_trace` and `take_current_trace` are in jax.extend.core since 0.10. Up to 0.9 they were in jax.core, where
-# accessing them warns since 0.8.2.
-_trace_home: Any = jex_core if hasattr(jex_core, "set_current_trace") else _core
-set_current_trace = _trace_home.set_current_trace
-take_current_trace = _trace_home.take_current_trace
+set_current_trace = _extend.set_current_trace
+take_current_trace = _extend.take_current_trace
 
 
-class Primitive(jex_core.Primitive):
+class Primitive(_extend.Primitive):
     """A primitive of lox.
 
     `jax.experimental.jet` is slow to import, so its table of rules is filled only once somebody else imported it.
@@ -46,8 +44,11 @@ def current_trace() -> Any:
 
 def _find_eval_trace() -> Any:
     # A new thread starts without transformations, even if lox is being imported inside one.
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(current_trace).result()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(current_trace()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def _find_staging_trace() -> type:
