@@ -1,6 +1,7 @@
 """The storeys of lox: imports point downward, and no lazy import breaks a cycle."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,15 @@ def test_import_is_light() -> None:
     assert of_lox == {"_compat", "_data", "_engine", "_errors", "_export", "_transforms", "_version", "logify"}
     others = {name for name in with_lox - without if name.split(".")[0] not in sys.stdlib_module_names | {"lox"}}
     assert others <= {"jax.export", "jax._src.export.shape_poly_decision"}  # which newer versions import themselves
+
+
+def test_import_without_jit() -> None:
+    program = "import jax, lox; print(lox.spool(lambda x: (lox.log({'x': x}), x + 1)[1])(1)[1])"
+    environment = {**os.environ, "JAX_DISABLE_JIT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT.parent, env=environment
+    )
+    assert (done.stdout, done.stderr) == ("{'x': 1}\n", "")
 
 
 def test_what_is_imported_later_is_what_type_checkers_see() -> None:

@@ -3,11 +3,9 @@
 import functools
 from typing import Any
 
-import jax.core
-
 from lox._compat import _extend
 from lox._compat._jaxprs import make_jaxpr, out_avals
-from lox._compat._traces import jaxpr_as_fun
+from lox._compat._traces import UNSPECIFIED, jaxpr_as_fun
 from lox._compat._types import vary_over, varying_axes
 
 
@@ -25,9 +23,6 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     if "_split_transpose" in params:  # up to 0.9
         options["_split_transpose"] = params["_split_transpose"]
     return options
-
-
-UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
 
 
 def widen_jit(params: dict[str, Any], jaxpr: Any, extra_in: int, extra_out: int) -> dict[str, Any]:
