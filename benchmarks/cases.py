@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import calls
+import growth
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -351,4 +353,6 @@ CASES = {
     **saving.CASES,
     **trackers.CASES,
     **peers.CASES,
+    **calls.CASES,
+    **growth.CASES,
 }

@@ -34,11 +34,11 @@ def hand_over(logger: lox.Logger) -> None:
     logger.pause()
 
 
-def logged(logger: lox.Logger, lanes: int) -> Callable[[], None]:
+def logged(logger: lox.Logger, lanes: int, steps: int = STEPS) -> Callable[[], None]:
     """Return a function that trains, and returns when others can read every event."""
     states = jax.vmap(logger.init)(jax.random.split(jax.random.key(0), lanes))
     xs = jnp.arange(lanes, dtype=jnp.float32)
-    compiled = jax.jit(jax.vmap(lambda state, x: logger.tap(training, state, buffer=100)(x)))
+    compiled = jax.jit(jax.vmap(lambda state, x: logger.tap(training, state, buffer=100)(x, steps)))
 
     def call() -> None:
         compiled(states, xs)

@@ -9,7 +9,7 @@ from lox import logify
 from lox._data._histogram import Edges, Histogram
 from lox._data._image import Image
 from lox._data._logdict import Layout, _Keys, logdict
-from lox.loggers._run import LoggerState
+from lox._data._logger_state import LoggerState
 
 
 def _layouts_to_bytes(aux: Any) -> bytes:

@@ -44,8 +44,35 @@ NAMES = {
     "jax._src.sharding_impls._internal_use_concrete_mesh": "runs the body of an eager shard_map on its devices",
     "jax._src.sharding_impls.core": "allows `set_mesh` inside a transformed function",
 }
-SINCE = {"jax._src.interpreters.remat.rules": (0, 9)}
-UNTIL = {"jax._src.interpreters.partial_eval.call_partial_eval_rules": (0, 10)}
+# Those that are public in `jax.extend`, which takes longer to import than lox does.
+EXTEND = {
+    "jax._src.core.ClosedJaxpr": "jax.extend.core.ClosedJaxpr",
+    "jax._src.core.Jaxpr": "jax.extend.core.Jaxpr",
+    "jax._src.core.Literal": "jax.extend.core.Literal",
+    "jax._src.core.Primitive": "jax.extend.core.Primitive",
+    "jax._src.core.Var": "jax.extend.core.Var",
+    "jax._src.core.closed_call_p": "jax.extend.core.primitives.closed_call_p",
+    "jax._src.core.jaxpr_as_fun": "jax.extend.core.jaxpr_as_fun",
+    "jax._src.core.set_current_trace": "jax.extend.core.set_current_trace",
+    "jax._src.core.take_current_trace": "jax.extend.core.take_current_trace",
+    "jax._src.linear_util.StoreException": "jax.extend.linear_util.StoreException",
+    "jax._src.linear_util.WrappedFun": "jax.extend.linear_util.WrappedFun",
+    "jax._src.linear_util.transformation2": "jax.extend.linear_util.transformation2",
+    "jax._src.pjit.jit_p": "jax.extend.core.primitives.jit_p",
+    "jax._src.source_info_util.current_name_stack": "jax.extend.source_info_util.current_name_stack",
+    "jax._src.source_info_util.new_name_stack": "jax.extend.source_info_util.new_name_stack",
+    "jax._src.source_info_util.user_context": "jax.extend.source_info_util.user_context",
+}
+NAMES |= {name: f"is `{public}`" for name, public in EXTEND.items()}
+SINCE = {
+    "jax._src.interpreters.remat.rules": (0, 9),
+    "jax.extend.core.set_current_trace": (0, 10),
+    "jax.extend.core.take_current_trace": (0, 10),
+}
+UNTIL = {
+    "jax._src.core.ClosedJaxpr": (0, 10),
+    "jax._src.interpreters.partial_eval.call_partial_eval_rules": (0, 10),
+}
 
 # Private attributes of JAX's objects, and of no module.
 ATTRIBUTES = {
@@ -149,6 +176,13 @@ def test_jax_has(name: str) -> None:
         resolve(name)
     except (AttributeError, ModuleNotFoundError) as error:
         pytest.fail(f"JAX {jax.__version__} has no {name}, which {NAMES[name]} ({error})")
+
+
+@pytest.mark.parametrize("name", EXTEND)
+def test_a_private_name_is_the_public_one(name: str) -> None:
+    if not there_is(name) or not there_is(EXTEND[name]):
+        pytest.skip("JAX has only one of them")
+    assert resolve(name) is resolve(EXTEND[name])
 
 
 def from_lox(x: Any) -> bool:

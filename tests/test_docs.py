@@ -113,9 +113,10 @@ def public_names():
     for face in FACES:
         module = importlib.import_module(f"lox.{face}".rstrip("."))
         exported = set(re.findall(r"import (\w+) as \1$", inspect.getsource(module), flags=re.MULTILINE))
-        for name, value in vars(module).items():
+        for name in dir(module):  # also what is imported when it is first used
             if name.startswith("_"):
                 continue
+            value = getattr(module, name)
             own = getattr(value, "__module__", None) == module.__name__
             is_own = own and (inspect.isfunction(value) or inspect.isclass(value))
             is_method = face in ("wandb", "neptune") and name in ("log", "flush", "finish")

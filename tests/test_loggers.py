@@ -657,6 +657,56 @@ def test_late_keys_of_a_csv_with_large_cells(tmp_path):
     assert first == f'0,"{json.dumps(list(range(50_000)))}",0.5,'
 
 
+def float32s():
+    """Floats of all sizes, among them those at which NumPy and Python begin to write an exponent."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 2000, dtype=np.uint32).view(np.float32)
+    bits[np.isnan(bits)] = np.nan  # some kinds of NaN cannot be cast without a warning
+    powers = [np.float32(base) ** np.arange(first, last) for base, first, last in ((10, -45, 39), (2, -149, 128))]
+    edges = [np.float32(edge).view(np.int32) + np.arange(-9, 9, dtype=np.int32) for edge in (1e-5, 1e-4, 1e6, 1e16)]
+    some = [0.0, -0.0, np.nan, np.inf, -np.inf, *np.arange(-20, 20) / 7]
+    return np.concatenate([bits, *powers, *(edge.view(np.float32) for edge in edges), some], dtype=np.float32)
+
+
+@pytest.mark.parametrize("kind", [CsvLogger, JsonlLogger])
+def test_numbers_are_written_as_by_hand(tmp_path, kind):
+    """Whole columns are written at once, and are what `csv` and `json` write one by one."""
+    x = float32s()
+    short = [float(str(v)) for v in x]  # which is the same float32, in as few digits as possible
+    columns = {
+        "x": (x, short),
+        "double": (x.astype(np.float64), x.astype(np.float64).tolist()),
+        "n": (np.arange(len(x), dtype=np.int32) - 7, [n - 7 for n in range(len(x))]),
+        "half": (x.astype(jnp.bfloat16), [float(str(v)) for v in x.astype(jnp.bfloat16)]),
+        "odd": (np.arange(len(x)) % 2 == 1, [n % 2 == 1 for n in range(len(x))]),
+        "z": (x.astype(np.complex64), [str(complex(v)) for v in x.astype(np.complex64)]),
+        "list": (np.stack([x, -x], 1)[:, None], [[[v, -v]] for v in short]),
+    }
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*(plain for _, plain in columns.values()), strict=True)]
+    late = {"x": 0.5, 'ünicode, "quoted"': 2}
+    with kind(tmp_path) as logger:
+        state = logger.init(jax.random.key(42))
+        logger.log(state, lox.logdict.from_arrays({name: array for name, (array, _) in columns.items()}))
+        logger.flush()
+        logger.log(state, {name: np.asarray(value, np.float32) for name, value in late.items()})
+
+    def strict(value):
+        if isinstance(value, list):
+            return [strict(v) for v in value]
+        names = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+        return names.get(str(value), value) if isinstance(value, float) else value
+
+    by_hand = io.StringIO(newline="")
+    if kind is JsonlLogger:
+        for row in [*rows, {name: float(value) for name, value in late.items()}]:
+            by_hand.write(json.dumps({name: strict(value) for name, value in row.items()}, allow_nan=False) + "\n")
+    else:
+        table = csv.DictWriter(by_hand, dict.fromkeys([*columns, *late]), lineterminator="\n")
+        table.writeheader()
+        table.writerows([{**row, "list": json.dumps(strict(row["list"]))} for row in rows])
+        table.writerow({name: float(value) for name, value in late.items()})
+    assert (tmp_path / f"42{kind.suffix}").read_text(encoding="utf-8") == by_hand.getvalue()
+
+
 def test_numbers_in_jsonl_are_exact_and_valid_json(tmp_path):
     values = {
         "f32": jnp.float32(0.1), "f64": np.float64(0.1), "bf16": jnp.bfloat16(1.5), "nan": np.nan, "inf": -np.inf,

@@ -1,6 +1,9 @@
 """The storeys of lox: imports point downward, and no lazy import breaks a cycle."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import lox
@@ -81,3 +84,64 @@ def test_every_module_has_its_storey() -> None:
     faces = {m for m in MODULES if storey(m) == len(STOREYS)}
     modules = {"__main__", "_export", "equinox", "flax", "logify", "neptune", "testing", "wandb"}
     assert faces == {"lox", *(f"lox.{name}" for name in modules)}
+
+
+# --- what `import lox` imports -------------------------------------------------------------------
+
+
+def modules_after(program: str) -> set[str]:
+    """The names of the modules that a process of its own has imported."""
+    program += "\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    return set(done.stdout.split())
+
+
+def test_import_is_light() -> None:
+    """Programs that only log do not wait for loggers, nor for what those need."""
+    with_lox, without = modules_after("import jax, lox"), modules_after("import jax")
+    of_lox = {name.split(".")[1] for name in with_lox if name.startswith("lox.")}
+    assert of_lox == {"_compat", "_data", "_engine", "_errors", "_export", "_transforms", "_version", "logify"}
+    others = {name for name in with_lox - without if name.split(".")[0] not in sys.stdlib_module_names | {"lox"}}
+    assert others <= {"jax.export", "jax._src.export.shape_poly_decision"}  # which newer versions import themselves
+
+
+def test_import_without_jit() -> None:
+    program = "import jax, lox; print(lox.spool(lambda x: (lox.log({'x': x}), x + 1)[1])(1)[1])"
+    environment = {**os.environ, "JAX_DISABLE_JIT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT.parent, env=environment
+    )
+    assert (done.stdout, done.stderr) == ("{'x': 1}\n", "")
+
+
+def test_what_is_imported_later_is_what_type_checkers_see() -> None:
+    tree = ast.parse(MODULES["lox"].read_text())
+    (shown,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    imports = [n for n in shown.body if isinstance(n, ast.ImportFrom)]
+    assert {alias.name: n.module for n in imports for alias in n.names} == lox._LATER
+
+
+PROGRAM = """
+import inspect, pickle, threading, lox
+names = set(dir(lox))
+assert names >= set(lox._LATER) | {"log", "spool", "logify"} and not names & {"sys", "importlib", "TYPE_CHECKING"}
+threads = [threading.Thread(target=getattr, args=(lox, name)) for name in lox._LATER]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert {name: getattr(lox, name) for name in names} == {name: vars(lox)[name] for name in names}
+assert lox.load is lox.store.load and lox.SaveLogger is lox.loggers.SaveLogger and lox.plot is lox.view.plot
+assert pickle.loads(pickle.dumps(lox.SaveLogger)) is lox.SaveLogger and inspect.getsource(lox.save)
+everything = {}
+exec("from lox import *", everything)
+assert everything.keys() - {"__builtins__"} == {name for name in names if not name.startswith("_")}
+assert not hasattr(lox, "SaveLoger")
+lox.SaveLoger
+"""
+
+
+def test_every_name_is_there_when_it_is_used() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=ROOT.parent)
+    message = "AttributeError: module 'lox' has no attribute 'SaveLoger'. Did you mean: 'SaveLogger'?"
+    assert done.stderr.count("Traceback") == 1 and done.stderr.splitlines()[-1] == message

@@ -6,10 +6,12 @@ import jax.core
 from jax._src import effects as _effects
 from jax._src.dispatch import runtime_tokens as _runtime_tokens
 
+from lox._compat._traces import DebugEffect
+
 # JAX keeps several sets of effect types (lowerable, allowed in control flow, in custom derivatives, in remat, kept by
 # partial evaluation), all tested with isinstance. Subclassing the debug effect joins them all; an effect outside the
 # last one gives zero events under grad(scan).
-_DebugEffect: Any = type(next(iter(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)))
+_DebugEffect: Any = DebugEffect
 
 
 class LogEffect(_DebugEffect):

@@ -11,27 +11,26 @@ from typing import Any
 
 import jax.core
 import numpy as np
-from jax.extend import core as jex_core
-from jax.extend import source_info_util
 from jax.interpreters import partial_eval as pe
 
+from lox._compat import _extend
 from lox._compat._effects import emit_effect, log_effect
-from lox._compat._traces import Literal, PjitFunction, Primitive, Var, jit_p
+from lox._compat._extend import ClosedJaxpr, Jaxpr, jit_p
+from lox._compat._traces import Literal, PjitFunction, Primitive, Var
 
-_ClosedJaxpr: Any = jex_core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
-MERGED_JAXPR = jex_core.Jaxpr is _ClosedJaxpr  # since 0.11 one class, constants attached
+MERGED_JAXPR = Jaxpr is ClosedJaxpr  # since 0.11 one class, constants attached
 
 
 def is_jaxpr(x: Any) -> bool:
     """Whether `x` is a jaxpr, open or closed."""
-    return isinstance(x, jex_core.Jaxpr | _ClosedJaxpr)
+    return isinstance(x, (Jaxpr, ClosedJaxpr))
 
 
 def split_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     """The open jaxpr and its constants."""
     if MERGED_JAXPR:
         return jaxpr, list(jaxpr.consts)
-    if isinstance(jaxpr, _ClosedJaxpr):
+    if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr.jaxpr, list(jaxpr.consts)
     return jaxpr, []
 
@@ -66,7 +65,7 @@ def without_consts(closed: Any) -> tuple[Any, list[Any]]:
 
 def close_jaxpr(jaxpr: Any, consts: Any = ()) -> Any:
     """The open jaxpr with these constants."""
-    return jaxpr.with_consts(list(consts)) if MERGED_JAXPR else _ClosedJaxpr(jaxpr, list(consts))
+    return jaxpr.with_consts(list(consts)) if MERGED_JAXPR else ClosedJaxpr(jaxpr, list(consts))
 
 
 def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
@@ -295,7 +294,7 @@ def with_equations(jaxpr: Any, eqns: list[Any], outvars: list[Any]) -> Any:
     opened, consts = split_jaxpr(jaxpr)
     names = _unknown_names(jaxpr, len(opened.invars), len(outvars))
     replaced = opened.replace(eqns=eqns, outvars=outvars, debug_info=names)
-    return replaced if MERGED_JAXPR else _ClosedJaxpr(replaced, consts)
+    return replaced if MERGED_JAXPR else ClosedJaxpr(replaced, consts)
 
 
 def _unknown_names(jaxpr: Any, n_in: int, n_out: int) -> Any:
@@ -341,7 +340,7 @@ def eval_equation(jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
     outs = [Var(v.aval) for v in eqn.outvars]
     env = dict(zip(ins, args, strict=True))
     # The caller has already entered the equation's context, which must not be entered twice.
-    info = eqn.source_info.replace(name_stack=source_info_util.new_name_stack())
+    info = eqn.source_info.replace(name_stack=_extend.new_name_stack())
     eval_equations(jaxpr, [eqn.replace(invars=ins, outvars=outs, source_info=info)], env)
     return [env[v] for v in outs]
 
@@ -350,8 +349,8 @@ def eval_equation(jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
 def equation_context(eqn: Any) -> Any:
     """Restore the source location, name stack and configuration of an equation that is traced again."""
     info = eqn.source_info
-    stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+    stack = _extend.current_name_stack() + info.name_stack
+    with _extend.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 
 
@@ -366,7 +365,7 @@ def scopes_in(name_stack: Any) -> str:
 
 def open_scopes() -> str:
     """The same for the scopes that are open right now; tracing the body of a primitive starts with none."""
-    return scopes_in(source_info_util.current_name_stack())
+    return scopes_in(_extend.current_name_stack())
 
 
 def operands_of(params: dict[str, Any], args: Any) -> list[Any]:

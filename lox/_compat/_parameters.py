@@ -3,11 +3,9 @@
 import functools
 from typing import Any
 
-import jax.core
-import jax.extend.linear_util as lu
-
+from lox._compat import _extend
 from lox._compat._jaxprs import make_jaxpr, out_avals
-from lox._compat._traces import jaxpr_as_fun
+from lox._compat._traces import UNSPECIFIED, jaxpr_as_fun
 from lox._compat._types import vary_over, varying_axes
 
 
@@ -25,9 +23,6 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     if "_split_transpose" in params:  # up to 0.9
         options["_split_transpose"] = params["_split_transpose"]
     return options
-
-
-UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
 
 
 def widen_jit(params: dict[str, Any], jaxpr: Any, extra_in: int, extra_out: int) -> dict[str, Any]:
@@ -112,14 +107,14 @@ def manual_axes(params: dict[str, Any]) -> Any:
     return params.get("newly_manual_axes", params.get("manual_axes"))  # since 0.10 / up to 0.9
 
 
-@lu.transformation2
+@_extend.transformation2
 def _around(fun: Any, around: Any, *args: Any, **kwargs: Any) -> Any:
     return around(functools.partial(fun, **kwargs), *args)
 
 
 def wrap_rule(rule: Any, around: Any) -> Any:
     """A derivative rule that is run by `around(rule, *args)`."""
-    return _around(rule, around) if isinstance(rule, lu.WrappedFun) else functools.partial(around, rule)
+    return _around(rule, around) if isinstance(rule, _extend.WrappedFun) else functools.partial(around, rule)
 
 
 def flat_results(results: Any) -> tuple[list[Any], Any]:
@@ -149,6 +144,6 @@ def forget_results(fun: Any) -> None:
 def _is_filled(store: Any) -> bool:
     try:
         store.val  # noqa: B018  one of the two store classes offers no other test
-    except lu.StoreException:
+    except _extend.StoreException:
         return False
     return True

@@ -30,10 +30,10 @@ from jax._src.interpreters import ad as internal_ad
 from jax._src.interpreters import mlir as internal_mlir
 from jax._src.interpreters import partial_eval
 from jax._src.lax.control_flow import loops
-from jax.extend import core as jex_core
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
+from lox._compat import _extend
 from lox._compat._effects import log_effect, order_effect
 from lox._compat._jaxprs import LogMark, first_log, is_jax_own, out_avals
 from lox._compat._modes import own_transfers, stack
@@ -132,7 +132,7 @@ def watch_executables(check: Any) -> None:
 def watch_staging(check: Any) -> None:
     """`check(mark, frame)` whenever a jit that logs becomes part of a program: it may be traced already."""
     rules = partial_eval.custom_staging_rules
-    jit_p = jex_core.primitives.jit_p
+    jit_p = _extend.jit_p
     original = rules[jit_p]
 
     def staging_rule(trace: Any, *args: Any, **params: Any) -> Any:
@@ -220,7 +220,7 @@ def inline_calls() -> None:
             with set_current_trace(trace):
                 return fun.call_wrapped(*tracers)
 
-        rules[jex_core.primitives.closed_call_p] = rule
+        rules[_extend.closed_call_p] = rule
 
 
 def silence_flax_probe(silenced: Any) -> None:

@@ -1,29 +1,26 @@
 """Traces, primitives, and whether anything is being traced."""
 
-import concurrent.futures
 import contextlib
 import sys
+import threading
 from typing import Any
 
 import jax.core
 from jax._src import core as _core
-from jax.extend import core as jex_core
 
-Var = jex_core.Var
-Literal = jex_core.Literal
-jaxpr_as_fun = jex_core.jaxpr_as_fun
+from lox._compat import _extend
+
+Var = _extend.Var
+Literal = _extend.Literal
+jaxpr_as_fun = _extend.jaxpr_as_fun
 Trace = jax.core.Trace
 Tracer = jax.core.Tracer
-jit_p = jex_core.primitives.jit_p
 PjitFunction = type(jax.jit(lambda: None))
-# `set_current_trace` and `take_current_trace` are in jax.extend.core since 0.10. Up to 0.9 they were in jax.core, where
-# accessing them warns since 0.8.2.
-_trace_home: Any = jex_core if hasattr(jex_core, "set_current_trace") else _core
-set_current_trace = _trace_home.set_current_trace
-take_current_trace = _trace_home.take_current_trace
+set_current_trace = _extend.set_current_trace
+take_current_trace = _extend.take_current_trace
 
 
-class Primitive(jex_core.Primitive):
+class Primitive(_extend.Primitive):
     """A primitive of lox.
 
     `jax.experimental.jet` is slow to import, so its table of rules is filled only once somebody else imported it.
@@ -47,18 +44,31 @@ def current_trace() -> Any:
 
 def _find_eval_trace() -> Any:
     # A new thread starts without transformations, even if lox is being imported inside one.
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(current_trace).result()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(current_trace()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
-def _find_staging_trace() -> type:
-    types: list[type] = []
-    jax.make_jaxpr(lambda: types.append(type(current_trace())))()
-    return types[0]
+def _find_private_types() -> tuple[type, type, Any]:
+    """Trace a small program, and look what JAX does. Once for everything, because it takes longer than most imports."""
+    traces: list[type] = []
+
+    def probe(x: Any) -> Any:
+        traces.append(type(current_trace()))
+        jax.debug.callback(lambda: None)
+        return jax.jit(lambda x: x)(x)
+
+    with jax.disable_jit(False):  # which JAX_DISABLE_JIT may have set
+        jaxpr = jax.make_jaxpr(probe)(0.0)
+    (effect,) = jaxpr.effects
+    return traces[0], type(effect), jaxpr.eqns[-1].params["out_shardings"][0]
 
 
 eval_trace = _find_eval_trace()
-StagingTrace = _find_staging_trace()  # what jit and make_jaxpr trace with
+# What jit and make_jaxpr trace with, the effect of `jax.debug.callback`, the sharding of a jit that has none.
+StagingTrace, DebugEffect, UNSPECIFIED = _find_private_types()
 
 
 def is_evaluating() -> bool:

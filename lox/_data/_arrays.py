@@ -28,7 +28,8 @@ def as_array(x: Any) -> Any:
 def concrete(x: Any) -> Any:
     """An array of JAX's that is in this process, or one of NumPy's like what JAX would make of a number or an array.
 
-    None for everything else, and for integers that do not fit: `lox.log` has the messages. Making an array on a device takes longer than all that lox does with a number.
+    None for everything else, and for integers that do not fit: `lox.log` has the messages. Making an array on a device
+    takes longer than all that lox does with a number.
     """
     kind = type(x)
     if kind in _NUMBERS:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from lox import _compat, _errors
-from lox._data import _arrays, _bundle, _dataframe, _format, _html, _lanes, _reduce, _sites
+from lox._data import _arrays, _bundle, _format, _lanes, _reduce, _sites
 from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Flags, Laned, unnamed
 
@@ -208,6 +208,8 @@ class logdict(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         """For notebooks: a table of the keys, with their curves."""
+        from lox._data import _html
+
         return _html.to_html(self)
 
     def to_dataframe(self, form: str = "long") -> Any:
@@ -240,6 +242,8 @@ class logdict(dict[str, Any]):
             form: `"long"`: a row per event and key. `"wide"`: a row per lane and steps, with a column for every key;
                 keys without steps are aligned by the number of the event.
         """
+        from lox._data import _dataframe
+
         return _dataframe.to_dataframe(self, form)
 
     def plot(self, key: str | Iterable[str] | None = None, **options: Any) -> Any:

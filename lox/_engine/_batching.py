@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import primitives
 
 from lox import _compat
 from lox._data import _arrays
@@ -270,7 +269,7 @@ def _while_rule(original: Any, axis_data: Any, args: Any, dims: Any, **params: A
     if masked_loop is not loop:  # one of Equinox's, which runs for all lanes together
         return rule(masked_args, masked_dims, **masked_loop)
     trial = _compat.make_jaxpr(lambda *xs: rule(xs, dims, **loop)[0], types_of(list(args)))
-    batched = next(eqn for eqn in trial.eqns if eqn.primitive is primitives.while_p)
+    batched = next(eqn for eqn in trial.eqns if eqn.primitive is lax.while_p)
     if not _compat.out_avals(batched.params["cond_jaxpr"])[0].shape:
         return rule(args, dims, **loop)  # all lanes make the same number of iterations
 
@@ -311,6 +310,6 @@ def _scan_rule(original: Any, axis_data: Any, args: Any, dims: Any, *, jaxpr: An
 
 def install() -> None:
     """Replace JAX's rules."""
-    _compat.batch_by(primitives.scan_p, _scan_rule)
-    _compat.batch_by(primitives.cond_p, _cond_rule)
-    _compat.batch_by(primitives.while_p, _while_rule)
+    _compat.batch_by(lax.scan_p, _scan_rule)
+    _compat.batch_by(lax.cond_p, _cond_rule)
+    _compat.batch_by(lax.while_p, _while_rule)

@@ -12,7 +12,7 @@ lose or repeat logs. The rules here replace them where something logs:
 from types import SimpleNamespace
 from typing import Any
 
-from jax.extend.core import primitives
+from jax import lax
 
 from lox import _compat
 from lox._engine._handler import Drop, Frame
@@ -20,7 +20,7 @@ from lox._engine._interpret import transformed
 from lox._engine._masking import Silence
 from lox._engine._trace import run_function
 
-_while_p = primitives.while_p
+_while_p = lax.while_p
 
 
 def _reports(params: dict[str, Any]) -> bool:

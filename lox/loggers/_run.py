@@ -2,28 +2,17 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from lox import _errors
+from lox._data._logger_state import LoggerState as LoggerState
 from lox.loggers._files._rows import plain
 from lox.store import names
 from lox.store._group import check_nesting
 from lox.store._prng_keys import impl_name, is_prng_key
-
-
-class LoggerState(NamedTuple):
-    """The state that `Logger.init` returns: arrays only, so that it can be an argument, a carry, a lane of a `vmap`.
-
-    Attributes:
-        run: The number of the run in this process.
-        key: The words of the run's PRNG key.
-    """
-
-    run: Any
-    key: Any
 
 
 class Run:

@@ -2,17 +2,18 @@
 
 import csv
 import itertools
-import json
 import os
 import pathlib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from lox import _errors
 from lox._data._bundle import Bundle
 from lox.loggers._files._plain import FileLogger, RunFile
-from lox.loggers._files._rows import strict_json
+from lox.loggers._files._rows import Column, json_text, json_texts, number_texts
 from lox.loggers._run import Run
 
 
@@ -61,12 +62,19 @@ class CsvLogger(FileLogger):
     def add(self, run: Run, bundles: list[Bundle]) -> None:
         """Add one row per event."""
         run_file: RunFile = run.resource
-        rows = self.rows(run, bundles, split=True)
-        table = [{_errors.encodable(column): _cell(x) for column, x in row.items()} for row in rows]
-        new = list(dict.fromkeys(column for row in table for column in row if column not in run_file.columns))
+        tables = [
+            (count, {_errors.encodable(name): _cells(column) for name, column in table.items()})
+            for count, table in self.tables(run, bundles, split=True)
+        ]
+        new = list(dict.fromkeys(name for _, table in tables for name in table if name not in run_file.columns))
         if new:
             self._widen(run, new)
-        self.append(run, "".join(_row(row.get(c, "") for c in run_file.columns) for row in table))
+        rows = (
+            row
+            for count, table in tables
+            for row in zip(*[table.get(name) or [""] * count for name in run_file.columns], strict=True)
+        )
+        self.append(run, "".join(map(_row, rows)))
 
     def _widen(self, run: Run, new: list[str]) -> None:
         run_file: RunFile = run.resource
@@ -99,11 +107,17 @@ def _name(column: str) -> str:
     return _quoted(f"'{column}" if column.startswith(_FORMULA) else column)
 
 
+def _cells(column: Column) -> list[str]:
+    if not isinstance(column, np.ndarray):
+        return list(map(_cell, column))
+    return number_texts(column, _cell) if column.ndim == 1 else list(map(_quoted, json_texts(column)))
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, list | dict):
-        return _quoted(json.dumps(strict_json(value)))
+        return _quoted(json_text(value))
     # Text is a complex number, or the name of a picture.
     return str(value) if not isinstance(value, str) or _is_number(value) else _name(value)
 

@@ -1,12 +1,13 @@
 """`JsonlLogger`: a JSON object per event."""
 
+import itertools
 import json
 import pathlib
 from collections.abc import Iterable
 
 from lox._data._bundle import Bundle
 from lox.loggers._files._plain import FileLogger
-from lox.loggers._files._rows import strict_json
+from lox.loggers._files._rows import Column, json_texts, strict_json
 from lox.loggers._run import Run
 
 
@@ -43,5 +44,13 @@ class JsonlLogger(FileLogger):
 
     def add(self, run: Run, bundles: list[Bundle]) -> None:
         """Add one line per event."""
-        lines = [json.dumps(strict_json(row), allow_nan=False) + "\n" for row in self.rows(run, bundles)]
-        self.append(run, "".join(lines))
+        self.append(run, "".join(_lines(table) for _, table in self.tables(run, bundles)))
+
+
+def _lines(table: dict[str, Column]) -> str:
+    """Return an object for each row, column by column: what is between two values is the same in every row."""
+    names = [json.dumps(name) for name in strict_json(dict.fromkeys(table))]
+    parts: list[Iterable[str]] = []
+    for name, column in zip(names, table.values(), strict=True):
+        parts += [itertools.repeat(f"{', ' if parts else '{'}{name}: "), json_texts(column)]
+    return "".join(map("".join, zip(*parts, itertools.repeat("}\n"), strict=False)))

@@ -10,7 +10,7 @@ import mmap
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from lox import _errors
 from lox._data._bundle import Bundle
 from lox._data._image import png
 from lox.loggers._batch import Batch
-from lox.loggers._files._rows import Labels, rows, strict_json
+from lox.loggers._files._rows import Column, Labels, strict_json, tables
 from lox.loggers._logger import Logger
 from lox.loggers._run import Run
 from lox.store.names import Taken
@@ -239,13 +239,16 @@ class FileLogger(Logger):
         """Add the events of these bundles to the file of a run."""
         raise NotImplementedError
 
-    def rows(self, run: Run, bundles: list[Bundle], split: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield each event as steps and values by the names of their columns; a picture is the name of its file."""
+    def tables(self, run: Run, bundles: list[Bundle], split: bool = False) -> Iterator[tuple[int, dict[str, Column]]]:
+        """Yield numbers of events, with their steps and values by the names of their columns.
+
+        A picture is the name of its file.
+        """
         label, attempt = run.resource.labels.of, run.resource.attempt
-        for steps, values in rows(bundles, functools.partial(self.save_picture, run), split):
-            row = {label("step", name): x for name, x in steps.items()}
-            row |= {label("key", key): x for key, x in values.items()}
-            yield row | {ATTEMPT: attempt} if attempt else row
+        for count, steps, values in tables(bundles, functools.partial(self.save_picture, run), split):
+            table = {label("step", name): x for name, x in steps.items()}
+            table |= {label("key", key): x for key, x in values.items()}
+            yield count, table | {ATTEMPT: np.full(count, attempt)} if attempt else table
 
     def append(self, run: Run, text: str) -> None:
         """Add text to the run's file, so that others see it at once."""

@@ -4,6 +4,7 @@ A row is one event: its steps, and the values of all keys with the same steps an
 that are logged together are in one row.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from lox._data._image import Image
 from lox.store._prng_keys import words_only
 
 Row = tuple[dict[str, Any], dict[str, Any]]  # steps, values
+Column = np.ndarray | list[Any]  # a value for each row; an array where all of them happened
+Table = tuple[int, dict[str, Column], dict[str, Column]]  # the number of rows, steps, values
 Picture = Callable[[np.ndarray], Any]
 
 
@@ -28,7 +31,15 @@ def is_shown_whole(value: Any) -> bool:
 
 
 def rows(bundles: Iterable[Bundle], picture: Picture, split: bool) -> Iterator[Row]:
-    """Yield the rows of the events of a run.
+    """Yield the rows of the events of a run, as `tables` has them."""
+    for count, *columns in tables(bundles, picture, split):
+        steps, values = ({name: as_list(column) for name, column in part.items()} for part in columns)
+        for event in range(count):
+            yield {name: x[event] for name, x in steps.items()}, {key: x[event] for key, x in values.items()}
+
+
+def tables(bundles: Iterable[Bundle], picture: Picture, split: bool) -> Iterator[Table]:
+    """Yield the columns of rows that have the same ones, from the events of a run.
 
     A histogram becomes a dict of its bins, mean and spread; `picture` turns pixels into what stands for a picture. With
     `split`, every leaf of a pytree is a value of its own.
@@ -38,13 +49,18 @@ def rows(bundles: Iterable[Bundle], picture: Picture, split: bool) -> Iterator[R
         same = tuple((name, x.tree.shape, str(x.tree.dtype), x.tree.tobytes()) for name, x in bundle.steps.items())
         groups.setdefault((bundle.count(), tuple(sorted(same))), []).append(bundle)
     for (count, _), group in groups.items():
-        steps = {name: plain(x.tree) for name, x in group[0].steps.items()}
+        steps: dict[str, Column] = {name: np.asarray(x.tree) for name, x in group[0].steps.items()}
         columns = {
             name: _column(value, bundle.valid and bundle.valid.tree, count, picture)
             for name, bundle, value in (leaves(group) if split else wholes(group))
         }
-        for event in range(count):
-            yield {name: x[event] for name, x in steps.items()}, {key: x[event] for key, x in columns.items()}
+        if count:
+            yield count, steps, columns
+
+
+def as_list(column: Column) -> list[Any]:
+    """Return the plain value in each row."""
+    return plain(column) if isinstance(column, np.ndarray) else column
 
 
 def wholes(bundles: Sequence[Bundle]) -> Iterator[tuple[str, Bundle, Any]]:
@@ -65,10 +81,10 @@ def leaves(bundles: Sequence[Bundle]) -> Iterator[tuple[str, Bundle, Any]]:
             yield name, bundle, leaf
 
 
-def _column(value: Any, valid: np.ndarray | None, count: int, picture: Picture) -> list[Any]:
+def _column(value: Any, valid: np.ndarray | None, count: int, picture: Picture) -> Column:
     """Return a value in each row."""
     if isinstance(value, np.ndarray):
-        return plain(value, valid)
+        return value if valid is None or valid.all() else plain(value, valid)
 
     def at_event(x: Any, event: int) -> Any:
         lanes_valid = None if valid is None else valid[event]
@@ -155,6 +171,41 @@ def strict_json(value: Any) -> Any:
     if len(leaves) == 1 and not leaves[0][0]:
         return _errors.encodable(repr(value))
     return {jax.tree_util.keystr(tree_path): strict_json(leaf) for tree_path, leaf in leaves}
+
+
+# --- text, of whole columns: most are numbers, which need no look at each of them ---
+
+
+def json_text(value: Any) -> str:
+    """Return strict JSON."""
+    return json.dumps(strict_json(value), allow_nan=False)
+
+
+def json_texts(column: Column) -> list[str]:
+    """Return the value in each row as strict JSON."""
+    if not isinstance(column, np.ndarray) or not column.size:
+        return list(map(json_text, as_list(column)))
+    texts = number_texts(column.reshape(-1), json_text)
+    for size in reversed(column.shape[1:]):
+        texts = [f"[{', '.join(texts[n : n + size])}]" for n in range(0, len(texts), size)]
+    return texts
+
+
+def number_texts(numbers: np.ndarray, text: Callable[[Any], str]) -> list[str]:
+    """Return each number of a one-dimensional array as Python writes it, or by `text` what is not a finite one."""
+    if numbers.dtype.kind in "iu":
+        return list(map(str, numbers.tolist()))
+    if numbers.dtype not in (np.float32, np.float64):
+        return list(map(text, plain(numbers)))
+    others = ~np.isfinite(numbers)
+    if numbers.dtype == np.float32:
+        # NumPy writes it in as few digits as `plain` has, and as Python does, but 0.0001 and 1e6 with an exponent.
+        size = np.abs(numbers)
+        others |= (size == np.float32(1e-4)) | (size >= 1e6)
+    texts = list(map(str, numbers if numbers.dtype == np.float32 else numbers.tolist()))
+    for n in np.flatnonzero(others):
+        texts[n] = text(plain(numbers[n]))
+    return texts
 
 
 class Labels:
