@@ -58,8 +58,11 @@ class Handler:
         return ()
 
     def event(self, frame: "Frame", event: Event) -> None:
-        """Take one event: change `frame.state`, or add to `frame.pieces`."""
+        """Take one event: change `frame.state`, add to `frame.pieces`, or let it wait in `frame.waiting`."""
         raise NotImplementedError
+
+    def complete(self, frame: "Frame") -> None:
+        """Take what waits, before anything else needs the state."""
 
     def check(self, frame: "Frame", piece: Any) -> None:
         """Raise if this cannot be gathered with what was collected before."""
@@ -181,6 +184,7 @@ class Frame:
         self.handler, self.state, self.unbounded, self.scope = handler, state, unbounded, scope
         self.alike, self.devices = alike, devices
         self.pieces: list[Any] = []
+        self.waiting: dict[str, Any] = {}  # for each key, an event that is taken together with others
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
         self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
@@ -204,9 +208,15 @@ class Frame:
         return self.alike if decision is None else self.alike - _compat.varying_axes(decision)
 
     def take(self, meta: Meta, operands: Any) -> None:
-        """Hand an event to the handler."""
+        """Hand an event to the handler; `complete` must follow."""
         with _compat.own_transfers():
             self.handler.event(self, Event.from_operands(meta, operands, self.here()))
+
+    def complete(self) -> None:
+        """Let the handler take the events that wait."""
+        if self.waiting:
+            with _compat.own_transfers():
+                self.handler.complete(self)
 
     def list_logs(self, primitive: Any, params: dict[str, Any]) -> None:
         """Remember what is logged here, if there are names to check."""
