@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -237,7 +238,7 @@ def _kind(key: str, reduction: _reduce.Reduction, event: Event) -> Any:
     values, shared = event.values[key], [event.weight, event.valid, *event.steps.values()]
     types = [_compat.aval_of(x.tree) for x in [*values, *shared] if x is not None]
     # A reduction of the user's own need not be one that `vmap` leaves as it is, to the last bit.
-    if not _reduce.is_own(reduction) or any(map(_compat.explicit_axes, types)):
+    if not _reduce.is_own(reduction) or any(_compat.explicit_sharding(aval) is not None for aval in types):
         return key
     if any(_arrays.is_prng_key(aval.dtype) for aval in types):
         return key
@@ -250,20 +251,38 @@ def _kind(key: str, reduction: _reduce.Reduction, event: Event) -> Any:
     )
 
 
+_SELECTED = 8  # how many values are put beside each other by selection
+_SMALL = 64  # the most elements that such a value has
+
+
 def _beside(values: list[Laned]) -> Laned:
     """The values of several keys, with an axis for the keys after the lanes."""
     if len(values) == 1:
         return values[0]
-    axis = values[0].ndim
-    arrays = [jax.lax.expand_dims(x.tree, [axis]) for x in values]
-    return Laned(_arrays.concatenate(arrays, axis), values[0].flags)
+    axis, shape = values[0].ndim, values[0].tree.shape
+    # XLA makes a kernel of everything that it concatenates, and compiles each for milliseconds. A selection is fused
+    # with what computes the values, but it looks at all of them for each element.
+    size = _SELECTED if math.prod(shape) <= _SMALL else 1
+
+    @functools.cache
+    def index(count: int) -> Any:
+        return jax.lax.broadcasted_iota(np.int32, (*shape[:axis], count, *shape[axis:]), axis)
+
+    arrays, kept = [], [n for n in range(len(shape) + 1) if n != axis]
+    for start in range(0, len(values), size):
+        chunk = values[start : start + size]
+        wide = (*shape[:axis], len(chunk), *shape[axis:])
+        cases = [jax.lax.broadcast_in_dim(x.tree, wide, kept) for x in chunk]
+        arrays.append(cases[0] if len(cases) == 1 else jax.lax.select_n(index(len(cases)), *cases))
+    return Laned(arrays[0] if len(arrays) == 1 else jax.lax.concatenate(arrays, axis), values[0].flags)
 
 
 def _apart(x: Laned, count: int) -> list[Laned]:
     """The inverse of `_beside`."""
     if count == 1:
         return [x]
-    parts = jax.lax.split(x.tree, [1] * count, axis=x.ndim)
+    whole = jax.lax.optimization_barrier(x.tree)  # or XLA would compute the whole again for each part
+    parts = jax.lax.split(whole, [1] * count, axis=x.ndim)
     return [Laned(jax.lax.squeeze(part, [x.ndim]), x.flags) for part in parts]
 
 
