@@ -188,6 +188,7 @@ class Frame:
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
         self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
+        self.fresh = False  # whether it is an iteration in which no other block has changed the state yet
         self.eqn_scope = scope
         self.place: Place | None = None  # of the current equation, if it is in a jaxpr
         self.logged: Logged | None = None  # all logs, selected or not, if there are names to check
@@ -201,7 +202,9 @@ class Frame:
     def block(self, state: Any, unbounded: bool = False, decision: Any = None) -> "Frame":
         """A frame for a block inside this one, which runs depending on a value of the type `decision`."""
         where = self.eqn_scope, self.alike_after(decision), self.devices
-        return Frame(self.handler, state, self.unbounded or unbounded, *where)
+        inner = Frame(self.handler, state, self.unbounded or unbounded, *where)
+        inner.fresh = True
+        return inner
 
     def alike_after(self, decision: Any) -> frozenset[Any]:
         """The mesh axes along which all devices still run the same, if a value of that type decides."""
@@ -238,7 +241,7 @@ class Frame:
         """Take over the state, the piece and the keys of an inner block."""
         if inside.may_fail and _compat.is_evaluating():
             jax.block_until_ready((state, piece))
-        self.state = state
+        self.state, self.fresh = state, False
         if jax.tree.leaves(piece):
             self.collect(piece)
         for key, certain in keys.items():

@@ -71,6 +71,9 @@ class Fold:
     keys: Keys
     sites: tuple[Site, ...]  # one for each key
     interval: int  # every k-th event is taken
+    # Whether an event was taken in this block. It is not part of the type of the state, and so forgotten where the state
+    # enters or leaves a block.
+    chained: bool = dataclasses.field(default=False, init=False)
 
     @classmethod
     def empty(cls, reduction: _reduce.Reduction, events: Events, interval: int) -> "Fold":
@@ -104,12 +107,12 @@ class Fold:
         """All arrays that have lanes."""
         return [(x, 0) for x in [*self.states, self.count, *self.steps.values()]]
 
-    def take(self, events: Events) -> "Fold":
-        """Add one event of each key."""
+    def take(self, events: Events, apart: bool = False) -> "Fold":
+        """Add one event of each key; if `apart`, XLA must not fuse it with what was added before."""
         key = self.keys[0]
         event = events[key]  # the others have the same steps, weight and validity
         if event.weight is not None and self.reduction is _reduce.MEAN:
-            return self._weighted().take(events)
+            return self._weighted().take(events, apart)
         old = self._promoted(check_items((key,), [self.treedef], self.items, str(self.sites[0]), event.bundle([key])))
         valid = event.valid
         if self.interval > 1:
@@ -119,18 +122,23 @@ class Fold:
         states = []
         for n, (state, (_, dtype, _)) in enumerate(zip(old.states, old.items, strict=True)):
             value = _beside([events[key].values[key][n] for key in self.keys])
+            if apart:
+                value = value.map(_compat.computed_apart)
             weight = (event.weight or Laned(jnp.ones((), jnp.float32))) if self.reduction.weighted else None
             lanes = union(key, state, value, valid, weight)
             args = [_lanes.widen(x, lanes).tree for x in (state, Laned(_arrays.cast(value.tree, dtype), value.flags))]
             if weight is not None:
                 args.append(_lanes.widen(weight, lanes).tree)
-            new = self._each(self.reduction.update, lanes, 2)(*args)
+            state = self._each(self.reduction.update, lanes, 2)(*args)
             if valid is not None:
-                new = _choose(_lanes.widen(valid, lanes), new, args[0])
-            new = Laned(jax.tree.map(_same_type, new, args[0]), lanes.flags)
-            states.append(_lanes.widen(new, lanes))  # leaves that do not depend on the value have lost their sharding
+                state = _choose(_lanes.widen(valid, lanes), state, args[0])
+            state = Laned(jax.tree.map(_same_type, state, args[0]), lanes.flags)
+            states.append(_lanes.widen(state, lanes))  # leaves that do not depend on the value have lost their sharding
         steps = _take_steps(key, self.steps, event, valid)
-        return dataclasses.replace(old, states=states, count=counted(key, self.count, event.valid), steps=steps)
+        count = counted(key, self.count, event.valid)
+        new = dataclasses.replace(old, states=states, count=count, steps=steps)
+        new.chained = True
+        return new
 
     def _each(self, fun: Any, lanes: Lanes, by_key: int) -> Any:
         """Apply `fun` in each lane and for each key, which the first arguments know and the others have in common."""

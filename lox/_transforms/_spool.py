@@ -101,7 +101,8 @@ class Collect(Handler):
                 raise _errors.mismatch(keys[0], "reductions", _name(None), site, _name(reduction), first.site)
             if isinstance(part, Fold):
                 self._check_same_reduction(part, reduction, first)
-                state[keys] = part.fitting(events).take(events)
+                # In a loop, at first, what was added before is the result of another iteration.
+                state[keys] = part.fitting(events).take(events, apart=part.chained or not frame.fresh)
             else:
                 rooms += keys
         if empty := {key: event for key, event in events.items() if key in {*new, *rooms}}:
