@@ -315,6 +315,18 @@ def zeros_of(aval: Any) -> Any:
     return ad.zeros_like_aval(aval)
 
 
+def computed_apart(x: Any) -> Any:
+    """The same array, which XLA does not compute again wherever it is used several times.
+
+    The XLA of JAX 0.7 fuses a chain of additions with what computes their operands. Where that has a concatenation, it
+    emits code for every path through the chain, which does not come to an end. It leaves a loop as it is (but not an
+    optimization barrier, which it removes before it fuses).
+    """
+    if jax.__version_info__ >= (0, 8) or not isinstance(current_trace(), StagingTrace):
+        return x
+    return lax.scan(lambda _, n: (x, None), zeros_of(aval_of(x)), None, length=2)[0]
+
+
 def with_varying_axes_of(x: Any, aval: Any) -> Any:
     """Make `x` vary over the mesh axes over which `aval` varies."""
     return vary_over(x, varying_axes(aval))

@@ -180,8 +180,12 @@ def gather(bundles: Sequence[Bundle]) -> list[Bundle]:
     """Join bundles, in order, such that every key is in one of them."""
     if len(bundles) == 1:
         return [*bundles]
+    having: dict[str, list[Bundle]] = {}
+    for bundle in bundles:
+        for key in bundle.keys:
+            having.setdefault(key, []).append(bundle)
     groups = together(enumerate(bundles))
-    return [concatenate([b.only(keys) for b in bundles if keys[0] in b.keys]) for keys in groups]
+    return [concatenate([bundle.only(keys) for bundle in having[keys[0]]]) for keys in groups]
 
 
 def check_fit(first: Bundle, other: Bundle, key: str, lead: int | None = None) -> None:

@@ -230,6 +230,11 @@ MEAN = _REDUCTIONS["mean"]
 WEIGHTED_MEAN = Reduction(_weighted_init, _weighted_update, _weighted_finish, "mean", weighted=True)
 
 
+def is_own(reduction: Reduction) -> bool:
+    """Whether a reduction is one of lox, and not one of a user."""
+    return reduction is WEIGHTED_MEAN or reduction is _REDUCTIONS.get(reduction.name)
+
+
 def resolve(how: Any, key: str) -> Reduction | None:
     """The reduction for a key, from an option that is a name, a `Reduction`, a mapping to either, or None."""
     if isinstance(how, Mapping):

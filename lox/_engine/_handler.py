@@ -58,8 +58,11 @@ class Handler:
         return ()
 
     def event(self, frame: "Frame", event: Event) -> None:
-        """Take one event: change `frame.state`, or add to `frame.pieces`."""
+        """Take one event: change `frame.state`, add to `frame.pieces`, or let it wait in `frame.waiting`."""
         raise NotImplementedError
+
+    def complete(self, frame: "Frame") -> None:
+        """Take what waits, before anything else needs the state."""
 
     def check(self, frame: "Frame", piece: Any) -> None:
         """Raise if this cannot be gathered with what was collected before."""
@@ -181,10 +184,12 @@ class Frame:
         self.handler, self.state, self.unbounded, self.scope = handler, state, unbounded, scope
         self.alike, self.devices = alike, devices
         self.pieces: list[Any] = []
+        self.waiting: dict[str, Any] = {}  # for each key, an event that is taken together with others
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
         self._sources: set[Any] = set()  # what has been checked
         self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
+        self.fresh = False  # whether it is an iteration in which no other block has changed the state yet
         self.eqn_scope = scope
         self.place: Place | None = None  # of the current equation, if it is in a jaxpr
         self.logged: Logged | None = None  # all logs, selected or not, if there are names to check
@@ -198,16 +203,24 @@ class Frame:
     def block(self, state: Any, unbounded: bool = False, decision: Any = None) -> "Frame":
         """A frame for a block inside this one, which runs depending on a value of the type `decision`."""
         where = self.eqn_scope, self.alike_after(decision), self.devices
-        return Frame(self.handler, state, self.unbounded or unbounded, *where)
+        inner = Frame(self.handler, state, self.unbounded or unbounded, *where)
+        inner.fresh = True
+        return inner
 
     def alike_after(self, decision: Any) -> frozenset[Any]:
         """The mesh axes along which all devices still run the same, if a value of that type decides."""
         return self.alike if decision is None else self.alike - _compat.varying_axes(decision)
 
     def take(self, meta: Meta, operands: Any) -> None:
-        """Hand an event to the handler."""
+        """Hand an event to the handler; `complete` must follow."""
         with _compat.own_transfers():
             self.handler.event(self, Event.from_operands(meta, operands, self.here()))
+
+    def complete(self) -> None:
+        """Let the handler take the events that wait."""
+        if self.waiting:
+            with _compat.own_transfers():
+                self.handler.complete(self)
 
     def list_logs(self, primitive: Any, params: dict[str, Any]) -> None:
         """Remember what is logged here, if there are names to check."""
@@ -231,7 +244,7 @@ class Frame:
         """Take over the state, the piece and the keys of an inner block."""
         if inside.may_fail and _compat.is_evaluating():
             jax.block_until_ready((state, piece))
-        self.state = state
+        self.state, self.fresh = state, False
         if jax.tree.leaves(piece):
             self.collect(piece, source)
         for key, certain in keys.items():

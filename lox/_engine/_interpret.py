@@ -28,27 +28,39 @@ def interpret(frame: Frame, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         return _compat.literal_value(var) if isinstance(var, _compat.Literal) else env[var]
 
     pending: list[Any] = []
-    for eqn in _live_equations(frame.handler, opened, frame.here()):
-        called = frame.handler.sees_calls and _compat.emit_effect in eqn.effects
-        concerned = eqn.primitive is log_p or _compat.eqn_concerns(eqn.primitive, eqn.params, eqn.effects)
-        if not (concerned or called):
-            pending.append(eqn)
-            continue
+    logs: list[Any] = []
+
+    def catch_up() -> None:
+        """Evaluate what is pending, then take the logs, which nothing depends on, together."""
         if pending:
             _compat.eval_equations(jaxpr, pending, env)
-            pending = []
+        for eqn in logs:
+            with _compat.equation_context(eqn):
+                frame.take(eqn.params["meta"], [read(v) for v in eqn.invars])
+        if logs:
+            frame.complete()
+        pending.clear()
+        logs.clear()
+
+    for eqn in _live_equations(frame.handler, opened, frame.here()):
+        if eqn.primitive is log_p:
+            logs.append(eqn)
+            continue
+        called = frame.handler.sees_calls and _compat.emit_effect in eqn.effects
+        if not (called or _compat.eqn_concerns(eqn.primitive, eqn.params, eqn.effects)):
+            if eqn.effects and logs:  # what it does may be seen outside, in order with the events before it
+                catch_up()
+            pending.append(eqn)
+            continue
+        catch_up()
         values = [read(v) for v in eqn.invars]
         with _compat.equation_context(eqn):
-            if eqn.primitive is log_p:
-                frame.take(eqn.params["meta"], values)
-                continue
             if called and eqn.primitive is _emit.emit_p:
                 outs = frame.handler.call(frame, eqn.params, values)
             else:
                 outs = apply_rule(frame, eqn.primitive, eqn.params, values, eqn.effects, Place(jaxpr, eqn, args))
         env.update(zip(eqn.outvars, outs, strict=True))
-    if pending:
-        _compat.eval_equations(jaxpr, pending, env)
+    catch_up()
     return [read(v) for v in opened.outvars]
 
 

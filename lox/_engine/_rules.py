@@ -176,6 +176,7 @@ def _loop(frame: Frame, step: Callable[..., list[Any]], init: list[Any], xs: lis
     def attempt(state: Any) -> list[Any]:
         state = _compat.on_mesh_of([*init, *xs], state)
         keys: dict[str, bool] = {}
+        box: list[Any] = []
 
         def body(carry: Any, x: Any) -> Any:
             state, c = carry
@@ -184,9 +185,15 @@ def _loop(frame: Frame, step: Callable[..., list[Any]], init: list[Any], xs: lis
                 outs = step(inner, c, x)
                 frame.require_type(inner, state)
             keys.update(inner.keys)
-            return (inner.state, outs[:n_carry]), (outs[n_carry:], inner.piece())
+            # Events have steps and values in common, which are stacked once.
+            leaves, tree = jax.tree.flatten(inner.piece())
+            distinct = {id(x): x for x in leaves}
+            number = {known: n for n, known in enumerate(distinct)}
+            box[:] = [tree, [number[id(x)] for x in leaves]]
+            return (inner.state, outs[:n_carry]), (outs[n_carry:], [*distinct.values()])
 
-        (state, carry), (ys, piece) = lax.scan(body, (state, init), xs, **options)
+        (state, carry), (ys, distinct) = lax.scan(body, (state, init), xs, **options)
+        piece = jax.tree.unflatten(box[0], [distinct[n] for n in box[1]])
         if not options["length"]:
             keys = dict.fromkeys(keys, False)
         frame.absorb(state, frame.handler.unroll(piece, options["reverse"]), keys)

@@ -104,6 +104,7 @@ class LogTrace(PassingTrace):
                 self.frame.list_logs(primitive, params)
                 self._place_state(lambda: tracers)
                 self.frame.take(params["meta"], tracers)
+                self.frame.complete()
                 return []
             # If nothing outside differentiates, derivative rules do not matter.
             evaluating = self.parent is _compat.eval_trace

@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from lox import _errors
+from lox import _compat, _errors
 from lox._data import _arrays, _lanes, _reduce
-from lox._data._bundle import Bundle, Site
+from lox._data._bundle import Bundle, Keys, Site
 from lox._data._lanes import Laned, Lanes
 from lox._engine._event import Event
 from lox._transforms._state import (
@@ -26,6 +28,8 @@ from lox._transforms._state import (
     typed_like,
     union,
 )
+
+Events = dict[str, Event]  # one of each key
 
 
 def _take_steps(key: str, old: dict[str, Laned], event: Event, valid: Laned | None) -> dict[str, Laned]:
@@ -48,78 +52,109 @@ def _take_steps(key: str, old: dict[str, Laned], event: Event, valid: Laned | No
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["states", "count", "steps"],
-    meta_fields=["reduction", "treedef", "items", "key", "site", "interval"],
+    meta_fields=["reduction", "treedef", "items", "keys", "sites", "interval"],
 )
 @dataclasses.dataclass
 class Fold:
-    """The state of a reduction."""
+    """The state of a reduction, for one key or for several that are alike and always logged together.
+
+    Those share its arrays, which have another axis for them, after the lanes: one operation then does for all keys, in
+    the program that is traced, compiled and run. The steps and the number of events are theirs together.
+    """
 
     states: list[Laned]  # one for each leaf of the value
     count: Laned
     steps: dict[str, Laned]
     reduction: _reduce.Reduction
-    treedef: Any
-    items: tuple[Item, ...]
-    key: str
-    site: Site
+    treedef: Any  # of the value of each key
+    items: tuple[Item, ...]  # of the value of each key
+    keys: Keys
+    sites: tuple[Site, ...]  # one for each key
     interval: int  # every k-th event is taken
+    # Whether an event was taken in this block. It is not part of the type of the state, and so forgotten where the state
+    # enters or leaves a block.
+    chained: bool = dataclasses.field(default=False, init=False)
 
     @classmethod
-    def empty(cls, reduction: _reduce.Reduction, key: str, event: Event, interval: int) -> "Fold":
-        """The state before the first event, for events like `event`."""
+    def empty(cls, reduction: _reduce.Reduction, events: Events, interval: int) -> "Fold":
+        """The state before the first events, for events like these."""
+        key, event = next(iter(events.items()))
         items = items_of(event.bundle([key]))
-        states = [Laned(_reduce.initial(reduction, *item)) for item in items]
+        states = [_initial(reduction, item, len(events)) for item in items]
+        sites = tuple(Site(event.site) for event in events.values())
         count = Laned(jnp.zeros((), jnp.int32))
-        return cls(states, count, {}, reduction, event.treedefs[key], items, key, Site(event.site), interval)
+        return cls(states, count, {}, reduction, event.treedefs[key], items, tuple(events), sites, interval)
 
     def only(self, keys: Iterable[str]) -> "Fold":
-        """The part that concerns these keys: all of it, since every key is reduced by itself."""
-        del keys
-        return self
+        """The part that concerns these keys."""
+        keys = tuple(keys)
+        if keys == self.keys:
+            return self
+        indices = [self.keys.index(key) for key in keys]
+        states = [x.map(lambda a, axis=x.ndim: _of_keys(a, axis, indices)) for x in self.states]
+        return dataclasses.replace(self, states=states, keys=keys, sites=tuple(self.sites[n] for n in indices))
 
-    def fitting(self, event: Event) -> "Fold":
-        """Note the line that the lanes come from; raise if those of an event do not fit."""
-        parts = parts_of(event.bundle([self.key]), event.weight)
-        site = site_of_lanes(self.key, self.parts(), self.site, parts, event.site)
-        return dataclasses.replace(self, site=site)
+    def fitting(self, events: Events) -> "Fold":
+        """Note the lines that the lanes come from; raise if those of events do not fit."""
+        key = self.keys[0]
+        parts = parts_of(events[key].bundle([key]), events[key].weight)
+        site = site_of_lanes(key, self.parts(), self.sites[0], parts, events[key].site)
+        if site is self.sites[0]:
+            return self
+        return dataclasses.replace(self, sites=tuple(Site(events[key].site) for key in self.keys))
 
     def parts(self) -> Parts:
         """All arrays that have lanes."""
         return [(x, 0) for x in [*self.states, self.count, *self.steps.values()]]
 
-    def take(self, event: Event) -> "Fold":
-        """Add an event."""
-        key = self.key
+    def take(self, events: Events, apart: bool = False) -> "Fold":
+        """Add one event of each key; if `apart`, XLA must not fuse it with what was added before."""
+        key = self.keys[0]
+        event = events[key]  # the others have the same steps, weight and validity
         if event.weight is not None and self.reduction is _reduce.MEAN:
-            return self._weighted().take(event)
-        old = self._promoted(check_items((key,), [self.treedef], self.items, str(self.site), event.bundle([key])))
+            return self._weighted().take(events, apart)
+        old = self._promoted(check_items((key,), [self.treedef], self.items, str(self.sites[0]), event.bundle([key])))
         valid = event.valid
         if self.interval > 1:
             lanes = union(key, self.count, valid)
             due = _lanes.widen(self.count, lanes).tree % self.interval == 0
             valid = Laned(due if valid is None else due & _lanes.widen(valid, lanes).tree, lanes.flags)
         states = []
-        for state, value, (_, dtype, _) in zip(old.states, event.values[key], old.items, strict=True):
+        for n, (state, (_, dtype, _)) in enumerate(zip(old.states, old.items, strict=True)):
+            value = _beside([events[key].values[key][n] for key in self.keys])
+            if apart:
+                value = value.map(_compat.computed_apart)
             weight = (event.weight or Laned(jnp.ones((), jnp.float32))) if self.reduction.weighted else None
             lanes = union(key, state, value, valid, weight)
             args = [_lanes.widen(x, lanes).tree for x in (state, Laned(_arrays.cast(value.tree, dtype), value.flags))]
             if weight is not None:
                 args.append(_lanes.widen(weight, lanes).tree)
-            new = _by_lane(self.reduction.update, lanes)(*args)
+            state = self._each(self.reduction.update, lanes, 2)(*args)
             if valid is not None:
-                new = _choose(_lanes.widen(valid, lanes), new, args[0])
-            new = Laned(jax.tree.map(_same_type, new, args[0]), lanes.flags)
-            states.append(_lanes.widen(new, lanes))  # leaves that do not depend on the value have lost their sharding
+                state = _choose(_lanes.widen(valid, lanes), state, args[0])
+            state = Laned(jax.tree.map(_same_type, state, args[0]), lanes.flags)
+            states.append(_lanes.widen(state, lanes))  # leaves that do not depend on the value have lost their sharding
         steps = _take_steps(key, self.steps, event, valid)
-        return dataclasses.replace(old, states=states, count=counted(key, self.count, event.valid), steps=steps)
+        count = counted(key, self.count, event.valid)
+        new = dataclasses.replace(old, states=states, count=count, steps=steps)
+        new.chained = True
+        return new
+
+    def _each(self, fun: Any, lanes: Lanes, by_key: int) -> Any:
+        """Apply `fun` in each lane and for each key, which the first arguments know and the others have in common."""
+
+        def mapped(*args: Any) -> Any:
+            return jax.vmap(fun, [0] * by_key + [None] * (len(args) - by_key))(*args)
+
+        return _by_lane(fun if len(self.keys) == 1 else mapped, lanes)
 
     def _weighted(self) -> "Fold":
         """Turn a plain mean into a weighted one, which is needed from the first event with a weight on."""
         states, taken = [], self._taken()
         for state in self.states:
-            lanes = union(self.key, state, taken)
+            lanes = union(self.keys[0], state, taken)
             args = [_lanes.widen(x, lanes).tree for x in (state, taken)]
-            states.append(Laned(_by_lane(_reduce.with_weights, lanes)(*args), lanes.flags))
+            states.append(Laned(self._each(_reduce.with_weights, lanes, 1)(*args), lanes.flags))
         return dataclasses.replace(self, states=states, reduction=_reduce.WEIGHTED_MEAN)
 
     def _taken(self) -> Laned:
@@ -139,23 +174,23 @@ class Fold:
             return self
         states = []
         for state, item in zip(self.states, items, strict=True):
-            fresh = Laned(_reduce.initial(self.reduction, *item))
-            lanes = union(self.key, state, self.count)
+            fresh = _initial(self.reduction, item, len(self.keys))
+            lanes = union(self.keys[0], state, self.count)
             state, fresh = _lanes.widen(state, lanes), _lanes.widen(fresh, lanes)
             started = _lanes.widen(self.count.map(lambda n: n > 0), lanes)
             cast = _reduce.promoted(self.reduction, state.tree, fresh.tree)
             if cast is None:
                 was, now = (", ".join(dict.fromkeys(str(dtype) for _, dtype, _ in x)) for x in (self.items, items))
                 raise _errors.MismatchError(
-                    f"{self.key!r} is logged as {was} and as {now}, for which the state of its reduction is not the "
-                    f"same tree.\n  logged at {self.site}\nLog values of one dtype."
+                    f"{self.keys[0]!r} is logged as {was} and as {now}, for which the state of its reduction is not "
+                    f"the same tree.\n  logged at {self.sites[0]}\nLog values of one dtype."
                 )
             states.append(Laned(_choose(started, cast, fresh.tree), lanes.flags))
         return dataclasses.replace(self, states=states, items=items)
 
     def conform(self, struct: "Fold") -> "Fold":
-        """Give the state the type of `struct`, a later state of the same key."""
-        site_of_lanes(self.key, self.parts(), self.site, struct.parts(), str(struct.site))
+        """Give the state the type of `struct`, a later state of the same keys."""
+        site_of_lanes(self.keys[0], self.parts(), self.sites[0], struct.parts(), str(struct.sites[0]))
         if struct.reduction != self.reduction:
             return self._weighted().conform(struct)
         old = self._promoted(struct.items)
@@ -168,29 +203,112 @@ class Fold:
             step = self.steps.get(name) or Laned(jnp.asarray(_arrays.missing_step(target.tree.dtype)))
             steps[name] = conform(step, target)
         count = conform(self.count, struct.count)
-        return dataclasses.replace(old, states=states, steps=steps, count=count, site=struct.site)
+        return dataclasses.replace(old, states=states, steps=steps, count=count, sites=struct.sites)
 
     @classmethod
     def from_struct(cls, struct: "Fold") -> "Fold":
         """The empty state with the type of `struct`."""
-        states = [Laned(_reduce.initial(struct.reduction, *item)) for item in struct.items]
+        states = [_initial(struct.reduction, item, len(struct.keys)) for item in struct.items]
         empty = dataclasses.replace(struct, states=states, count=Laned(jnp.zeros((), jnp.int32)), steps={})
         return empty.conform(struct)
 
-    def finish(self, certain: bool) -> Bundle:
-        """The result, as a single event."""
+    def finish(self, certain: bool) -> list[Bundle]:
+        """The result of each key, as a single event."""
         values, taken = [], self._taken()
         for state in self.states:
             args = [state, taken] if self.reduction.counted else [state]
-            lanes = union(self.key, *args)
+            lanes = union(self.keys[0], *args)
             args = [_lanes.widen(x, lanes).tree for x in args]
-            values.append(Laned(_by_lane(self.reduction.finish, lanes)(*args), lanes.flags))
+            values.append(Laned(self._each(self.reduction.finish, lanes, 1)(*args), lanes.flags))
         treedef, valid = self.treedef, None
         if self.reduction is _reduce.COUNT:  # one integer per key
-            values, treedef = [taken], jax.tree.structure(0)
+            by_key, treedef = [[taken]] * len(self.keys), jax.tree.structure(0)
+        else:
+            by_key = zip(*[_apart(x, len(self.keys)) for x in values], strict=True)
         if not certain:
             valid = self.count.map(lambda n: n > 0)
-        return Bundle(values, self.steps, valid, (self.key,), (treedef,), True, self.site).even()
+        return [
+            Bundle([*values], self.steps, valid, (key,), (treedef,), True, site).even()
+            for key, site, values in zip(self.keys, self.sites, by_key, strict=True)
+        ]
+
+
+def groups(waiting: dict[str, tuple[_reduce.Reduction, Event]]) -> list[tuple[_reduce.Reduction, Events]]:
+    """The events of keys, in groups such that one state can take all of a group."""
+    by_kind: dict[Any, tuple[_reduce.Reduction, Events]] = {}
+    for key, (reduction, event) in waiting.items():
+        by_kind.setdefault(_kind(key, reduction, event), (reduction, {}))[1][key] = event
+    return [*by_kind.values()]
+
+
+def _kind(key: str, reduction: _reduce.Reduction, event: Event) -> Any:
+    """What events must have in common to share a state; the key itself if it cannot share one."""
+    values, shared = event.values[key], [event.weight, event.valid, *event.steps.values()]
+    types = [_compat.aval_of(x.tree) for x in [*values, *shared] if x is not None]
+    # A reduction of the user's own need not be one that `vmap` leaves as it is, to the last bit.
+    if not _reduce.is_own(reduction) or any(_compat.explicit_sharding(aval) is not None for aval in types):
+        return key
+    if any(_arrays.is_prng_key(aval.dtype) for aval in types):
+        return key
+    return (
+        *(reduction, event.treedefs[key], tuple(event.steps)),
+        # Steps, weights and validity must be the same arrays.
+        tuple(None if x is None else (id(x.tree), x.flags) for x in shared),
+        tuple((x.flags, x.tree.shape, x.tree.dtype) for x in values),
+        tuple(_compat.varying_axes(aval) for aval in types),
+    )
+
+
+_SELECTED = 8  # how many values are put beside each other by selection
+_SMALL = 64  # the most elements that such a value has
+
+
+def _beside(values: list[Laned]) -> Laned:
+    """The values of several keys, with an axis for the keys after the lanes."""
+    if len(values) == 1:
+        return values[0]
+    axis, shape = values[0].ndim, values[0].tree.shape
+    # XLA makes a kernel of everything that it concatenates, and compiles each for milliseconds. A selection is fused
+    # with what computes the values, but it looks at all of them for each element.
+    size = _SELECTED if math.prod(shape) <= _SMALL else 1
+
+    @functools.cache
+    def index(count: int) -> Any:
+        return jax.lax.broadcasted_iota(np.int32, (*shape[:axis], count, *shape[axis:]), axis)
+
+    arrays, kept = [], [n for n in range(len(shape) + 1) if n != axis]
+    for start in range(0, len(values), size):
+        chunk = values[start : start + size]
+        wide = (*shape[:axis], len(chunk), *shape[axis:])
+        cases = [jax.lax.broadcast_in_dim(x.tree, wide, kept) for x in chunk]
+        arrays.append(cases[0] if len(cases) == 1 else jax.lax.select_n(index(len(cases)), *cases))
+    return Laned(arrays[0] if len(arrays) == 1 else jax.lax.concatenate(arrays, axis), values[0].flags)
+
+
+def _apart(x: Laned, count: int) -> list[Laned]:
+    """The inverse of `_beside`."""
+    if count == 1:
+        return [x]
+    whole = jax.lax.optimization_barrier(x.tree)  # or XLA would compute the whole again for each part
+    parts = jax.lax.split(whole, [1] * count, axis=x.ndim)
+    return [Laned(jax.lax.squeeze(part, [x.ndim]), x.flags) for part in parts]
+
+
+def _of_keys(x: Any, axis: int, indices: list[int]) -> Any:
+    """The part of a state, or of its type, for some of its keys."""
+    if not isinstance(x, jax.core.ShapedArray):
+        if len(indices) == 1:
+            return jax.lax.index_in_dim(x, indices[0], axis, keepdims=False)
+        return jnp.take(x, np.asarray(indices), axis, mode="clip")
+    if len(indices) == 1:
+        return _compat.without_axis(x, axis)
+    return x.update(shape=(*x.shape[:axis], len(indices), *x.shape[axis + 1 :]))
+
+
+def _initial(reduction: _reduce.Reduction, item: Item, count: int) -> Laned:
+    """The state before any event, for that many keys."""
+    state = _reduce.initial(reduction, *item)
+    return Laned(state if count == 1 else jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), state))
 
 
 def _by_lane(fun: Any, lanes: Lanes) -> Any:

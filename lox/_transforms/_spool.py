@@ -19,7 +19,7 @@ from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Tally
 from lox._engine._primitive import bind
 from lox._engine._selection import Names, Selection
-from lox._transforms import _call
+from lox._transforms import _call, _fold
 from lox._transforms._call import P, R
 from lox._transforms._fold import Fold
 from lox._transforms._slots import Buffer, Room
@@ -73,31 +73,50 @@ class Collect(Handler):
             if reduction is None:
                 stacked.append(key)
             else:
-                self._fold(frame, key, reduction, event)
+                self.wait(frame, key, reduction, event)
             frame.note(key, event.valid is None)
         if stacked:
+            if not frame.waiting.keys().isdisjoint(stacked):
+                frame.complete()  # which of the two reductions came first matters for the message
             self._stack(frame, event.bundle(stacked))
 
-    def _fold(self, frame: Frame, key: str, reduction: _reduce.Reduction, event: Event) -> None:
-        inside, outside, _ = split(frame.state, [key])
-        state = inside.get((key,))
-        if isinstance(state, Buffer):
-            raise _errors.mismatch(key, "reductions", _name(None), str(state.events.site), _name(reduction), event.site)
-        if isinstance(state, Fold):
-            self._check_same_reduction(state, reduction, event)
-            state = state.fitting(event)
-        else:
-            self._check_not_stacked(frame, key, reduction, event)
-            state = Fold.empty(reduction, key, event, self.interval or 1)
-        frame.state = {**outside, (key,): state.take(event)}
+    def wait(self, frame: Frame, key: str, reduction: _reduce.Reduction, event: Event) -> None:
+        """Let an event wait for those of other keys, to be taken together with them."""
+        if key in frame.waiting:
+            frame.complete()
+        frame.waiting[key] = reduction, event
+
+    def complete(self, frame: Frame) -> None:
+        """Reduce the events that wait."""
+        waiting, frame.waiting = frame.waiting, {}
+        for reduction, events in _fold.groups(waiting):
+            self._fold(frame, reduction, events)
+
+    def _fold(self, frame: Frame, reduction: _reduce.Reduction, events: dict[str, Event]) -> None:
+        inside, state, new = split(frame.state, events)
+        rooms: list[str] = []
+        for keys, part in inside.items():
+            first = events[keys[0]]
+            if isinstance(part, Buffer):
+                site = str(part.events.site)
+                raise _errors.mismatch(keys[0], "reductions", _name(None), site, _name(reduction), first.site)
+            if isinstance(part, Fold):
+                self._check_same_reduction(part, reduction, first)
+                # In a loop, at first, what was added before is the result of another iteration.
+                state[keys] = part.fitting(events).take(events, apart=part.chained or not frame.fresh)
+            else:
+                rooms += keys
+        if empty := {key: event for key, event in events.items() if key in {*new, *rooms}}:
+            self._check_not_stacked(frame, reduction, empty)
+            state[tuple(empty)] = Fold.empty(reduction, empty, self.interval or 1).take(empty)
+        frame.state = state
 
     def _stack(self, frame: Frame, event: Bundle) -> None:
         inside, state, new = split(frame.state, event.keys)
         for keys, part in inside.items():
             if isinstance(part, Fold):
-                raise _errors.mismatch(
-                    part.key, "reductions", _name(_plain(part.reduction)), str(part.site), _name(None), str(event.site)
-                )
+                before, site = _name(_plain(part.reduction)), str(part.sites[0])
+                raise _errors.mismatch(keys[0], "reductions", before, site, _name(None), str(event.site))
             state[keys] = part.fitting(event.only(keys)).take(event.only(keys))
         if new and frame.unbounded:
             by_capacity: dict[int, list[str]] = {}
@@ -121,15 +140,17 @@ class Collect(Handler):
     def _check_same_reduction(self, state: Fold, reduction: _reduce.Reduction, event: Event) -> None:
         before = _plain(state.reduction)
         if before != reduction:
-            raise _errors.mismatch(
-                state.key, "reductions", _name(before), str(state.site), _name(reduction), event.site
-            )
+            site = str(state.sites[0])
+            raise _errors.mismatch(state.keys[0], "reductions", _name(before), site, _name(reduction), event.site)
 
-    def _check_not_stacked(self, frame: Frame, key: str, reduction: _reduce.Reduction, event: Event) -> None:
-        thinned = frame.notes[key].kept if key in frame.notes else []
+    def _check_not_stacked(self, frame: Frame, reduction: _reduce.Reduction, events: dict[str, Event]) -> None:
+        thinned = [bundle for key in events if key in frame.notes for bundle in frame.notes[key].kept]
         for bundle in [*thinned, *[bundle for piece in frame.pieces for bundle in piece]]:
-            if key in bundle.keys:
-                raise _errors.mismatch(key, "reductions", _name(None), str(bundle.site), _name(reduction), event.site)
+            for key in bundle.keys:
+                if key in events:
+                    site = str(bundle.site)
+                    how = _name(reduction)
+                    raise _errors.mismatch(key, "reductions", _name(None), site, how, events[key].site)
 
     def counts(self, meta: Meta, scope: str) -> list[str]:
         """The keys that are stacked."""
@@ -245,7 +266,7 @@ class Collect(Handler):
             return type(target).from_struct(target)
         if isinstance(target, Fold):
             raise _errors.mismatch(
-                *(keys[0], "reductions", _name(None), str(stacked.site), _name(target.reduction), str(target.site))
+                *(keys[0], "reductions", _name(None), str(stacked.site), _name(target.reduction), str(target.sites[0]))
             )
         for key in keys:
             _bundle.check_fit(stacked, target.events, key)
@@ -306,10 +327,11 @@ def finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
         bundles = [_bundle.concatenate(handler._thin_out(frame, key).kept) for key in keys]
     reduced, dropped = set(), {}
     for keys, state in frame.state.items():
-        bundles.append(state.finish(frame.keys.get(keys[0], False)))
         if isinstance(state, Fold):
-            reduced.add(prefix + state.key)
+            bundles += state.finish(frame.keys.get(keys[0], False))
+            reduced.update(prefix + key for key in keys)
         else:
+            bundles.append(state.finish(frame.keys.get(keys[0], False)))
             dropped |= dict.fromkeys([prefix + key for key in keys], state.dropped())
     order = [prefix + key for key in frame.keys]
     logs = logdict.from_bundles([bundle.prefixed(prefix) for bundle in bundles], order, reduced)

@@ -57,19 +57,20 @@ def union(key: str, *laned: Laned | None) -> Lanes:
 
 def split(state: dict[Keys, Any], keys: Iterable[str]) -> tuple[dict[Keys, Any], dict[Keys, Any], Keys]:
     """Split a state: what concerns these keys, everything else, and the keys that have no state yet."""
-    held: dict[Keys, list[str]] = {}
+    held: dict[Keys, set[str]] = {}
     new = []
+    owners = {key: owner for owner in state for key in owner}
     for key in keys:
-        owner = holder(state, key)
+        owner = owners.get(key)
         if owner is None:
             new.append(key)
         else:
-            held.setdefault(owner, []).append(key)
+            held.setdefault(owner, set()).add(key)
     inside, outside = {}, {owner: part for owner, part in state.items() if owner not in held}
     for owner, theirs in held.items():
         mine = tuple(key for key in owner if key in theirs)  # in the order of the state, or it would never settle
         inside[mine] = state[owner].only(mine)
-        if others := tuple(key for key in owner if key not in mine):
+        if others := tuple(key for key in owner if key not in theirs):
             outside[others] = state[owner].only(others)
     return inside, outside, tuple(new)
 

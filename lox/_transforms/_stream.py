@@ -1,7 +1,6 @@
 """The device half of `lox.tap`: the handler that emits events and splits loops into blocks."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -65,12 +64,14 @@ class Stream(Handler):
         """Emit or reduce the selected keys, and let all flow on."""
         original, event = event, event.in_scope()
         selected = self.collect.selection.keys(event)
-        reduced = [k for k in selected if self.collect.reduction(k, event.reductions[k]) is not None]
+        how = {key: self.collect.reduction(key, event.reductions[key]) for key in selected}
+        reduced = {key: reduction for key, reduction in how.items() if reduction is not None}
         if reduced:
-            inner = Frame(self._fold, frame.state["folds"], frame.unbounded)
-            self._fold.event(inner, event.only(reduced))
-            frame.state = {**frame.state, "folds": inner.state}
+            owned = event.owned()
+            for key, reduction in reduced.items():
+                self.collect.wait(frame, key, reduction, owned)
             if self.buffer:
+                frame.complete()
                 enough = self.take_reduced(frame, dict.fromkeys(reduced, self.buffer))
                 self.emit_all(frame, [], enough, conditional=self.buffer > 1)
         if direct := [k for k in selected if k not in reduced]:
@@ -79,9 +80,12 @@ class Stream(Handler):
             frame.note(key, event.valid is None)
         bind(original.replace(seen=True))
 
-    @functools.cached_property
-    def _fold(self) -> Collect:
-        return dataclasses.replace(self.collect, keep_logs=False)
+    def complete(self, frame: Frame) -> None:
+        """Reduce the events that wait."""
+        inner = Frame(self.collect, frame.state["folds"], frame.unbounded)
+        inner.waiting, frame.waiting = frame.waiting, {}
+        inner.complete()
+        frame.state = {**frame.state, "folds": inner.state}
 
     def _emit_direct(self, frame: Frame, event: Bundle) -> None:
         """Emit an event; with an interval, those of its keys that are due."""
@@ -166,28 +170,32 @@ class Stream(Handler):
     def emit_all(self, frame: Frame, stacked: list[Bundle], reduced: list[Bundle], conditional: bool = False) -> None:
         """Emit several events of each key in one call; it is not delayed if there are reduced keys."""
         if stacked or reduced:
-            order = {key: n for n, key in enumerate(frame.keys)}
-            bundles = sorted([*stacked, *reduced], key=lambda b: order.get(b.keys[0], len(order)))
+            bundles = self._in_order(frame, [*stacked, *reduced])
             at_once = [key for bundle in reduced for key in bundle.keys]
             self._emit(frame, [bundle.expanded() for bundle in bundles], at_once, conditional and not stacked)
 
+    def _in_order(self, frame: Frame, bundles: list[Bundle]) -> list[Bundle]:
+        """Sort by the order in which keys were first logged."""
+        order = {key: n for n, key in enumerate(frame.keys)}
+        return sorted(bundles, key=lambda b: order.get(b.keys[0], len(order)))
+
     def take_reduced(self, frame: Frame, at: dict[str, int]) -> list[Bundle]:
         """Take the reductions of these keys that have at least that many events, and restart them."""
-        folds, results = dict(frame.state["folds"]), []
-        interval = self.collect.interval or 1
+        results, interval = [], self.collect.interval or 1
+        alike: dict[int, list[str]] = {}
         for key, number in at.items():
-            fold = folds.get((key,))
-            if fold is None:
-                continue
-            result, enough = fold.finish(certain=False), None
-            if number > 1:
-                # All lanes leave together, or there would be a call for each.
-                enough = jnp.max(fold.count.tree) > (number - 1) * interval
-                assert result.valid is not None
-                result = dataclasses.replace(result, valid=result.valid.map(lambda v, e=enough: v & e))
-            results.append(result)
-            folds[key,] = fold.restarted(enough)
-        frame.state = {**frame.state, "folds": folds}
+            alike.setdefault(number, []).append(key)
+        for number, keys in alike.items():
+            inside, folds, _ = split(frame.state["folds"], keys)
+            for mine, fold in inside.items():
+                finished, enough = fold.finish(certain=False), None
+                if number > 1:
+                    # All lanes leave together, or there would be a call for each.
+                    enough = jnp.max(fold.count.tree) > (number - 1) * interval
+                    finished = [bundle.only_if(enough) for bundle in finished]
+                results += finished
+                folds[mine] = fold.restarted(enough)
+            frame.state = {**frame.state, "folds": folds}
         return results
 
     def allows(self, frame: Frame, struct: dict[str, Any]) -> bool:
@@ -219,13 +227,13 @@ class Stream(Handler):
         """Emit what was reduced; returns the last token."""
         folds = frame.state["folds"]
         if self.buffer:
-            self.emit_all(frame, [], self.take_reduced(frame, dict.fromkeys([key for (key,) in folds], 1)))
+            self.emit_all(frame, [], self.take_reduced(frame, dict.fromkeys([key for keys in folds for key in keys], 1)))
             if self.waits:  # else the host delivers what it has without being told
                 self._signal(frame, _emit.FLUSH)
         else:
-            for key, certain in frame.keys.items():
-                if (key,) in folds:
-                    self._emit(frame, [folds[key,].finish(certain)])
+            finished = [bundle for keys in folds for bundle in folds[keys].finish(frame.keys.get(keys[0], False))]
+            for bundle in self._in_order(frame, finished):
+                self._emit(frame, [bundle])
         if isinstance(self.deliver, Delivery):
             # Nobody waits for this program: if it runs on several devices, it says itself that it has come to its end.
             self._signal(frame, _emit.RELEASE)
