@@ -7,7 +7,6 @@ from typing import Any
 from lox._data import _arrays, _reduce
 from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Flags, Laned
-from lox._data._logdict import logdict
 
 PyTreeDef = Any
 
@@ -136,9 +135,3 @@ class Event:
             single=True,
             site=Site(self.site),
         )
-
-    def as_logdict(self) -> logdict:
-        """The event as users see it, without an event axis."""
-        logs = logdict()
-        logs._set_bundle(self.bundle(self.values))
-        return logs

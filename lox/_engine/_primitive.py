@@ -161,38 +161,47 @@ def log(
         logs = _log_now(data, steps, prefix, explicit) if _compat.is_evaluating() else None
         if logs is not None:
             return logs
-    values, treedefs, reductions = {}, {}, {}
+    names, treedefs, reductions, operands = [], [], [], []
     for key, value in data.items():
         if not isinstance(key, str):
             raise _errors.LogTypeError(f"`lox.log` got the key {key!r}: keys are strings, not {type(key).__name__}.")
         leaves, treedef = jax.tree.flatten(value)
         if not leaves:
             raise _errors.LogTypeError(f"`lox.log` cannot log {key!r}: {value!r} holds no array.")
-        name = prefix + key if prefix else key
-        values[name] = [Laned(as_array(leaf, f"the value of {key!r}")) for leaf in leaves]
-        treedefs[name] = treedef
-        reductions[name] = _reduce.resolve(reduce, key)
+        names.append(prefix + key if prefix else key)
+        treedefs.append(treedef)
+        reductions.append(None if reduce is None else _reduce.resolve(reduce, key))
+        operands += [x if isinstance(x, jax.Array) else as_array(x, f"the value of {key!r}") for x in leaves]
     if isinstance(reduce, Mapping) and set(reduce) - set(data):
         raise _errors.OptionError(
             f"`reduce` names {_errors.listing(set(reduce) - set(data))}, "
             f"but `lox.log` was given {_errors.listing(data)}."
         )
-    event = Event(
-        values=values,
-        treedefs=treedefs,
-        reductions=reductions,
-        steps={name: Laned(as_step(name, x)) for name, x in steps.items()},
-        weight=None if weight is None else Laned(_as_scalar(weight, "`weight`")),
-        valid=None if where is None else Laned(_as_scalar(where, "`where`", bool)),
-        tags=frozenset(_selection.names("tags", tags)),
-        explicit=explicit,
-        seen=False,
-        site=call_site(),
-    )
-    if values:
-        _hidden.check_log(_compat.LogMark(tuple(values), event.site), sys._getframe())
-        bind(event)
-    return event.as_logdict()
+    numbers = {name: as_step(name, x) for name, x in steps.items()}
+    logs = logdict.of_event(names, treedefs, operands, numbers)
+    operands += numbers.values()
+    operands += [] if weight is None else [_as_scalar(weight, "`weight`")]
+    if where is not None:
+        where = _as_scalar(where, "`where`", bool)
+        logs._valid = dict.fromkeys(names, where)
+        operands.append(where)
+    if names:
+        meta = Meta(
+            keys=tuple(names),
+            treedefs=tuple(treedefs),
+            reductions=tuple(reductions),
+            steps=tuple(numbers),
+            tags=frozenset(tags),
+            weighted=weight is not None,
+            has_valid=where is not None,
+            explicit=explicit,
+            seen=False,
+            site=call_site(),
+            flags=((),) * len(operands),
+        )
+        _hidden.check_log(_compat.LogMark(meta.keys, meta.site), sys._getframe())
+        log_p.bind(*operands, meta=meta)
+    return logs
 
 
 def _log_now(data: Mapping[str, Any], steps: dict[str, Any], prefix: str, explicit: bool) -> logdict | None:
