@@ -1,6 +1,8 @@
 """spool and its siblings neither retrace nor recompile, and leave a function's own cache alone."""
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -241,6 +243,129 @@ def test_numbers_as_arguments_and_keywords() -> None:
 
     for n in range(4):  # other numbers do not make other programs
         assert str(lox.spool(f)(n, scale=2.0)[1]) == str({"y": 2.0 * n})
+
+
+class Model:
+    """Methods that are jitted in the ways that users write."""
+
+    def __init__(self) -> None:
+        self.traces = 0
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(self, x: Any) -> Any:
+        self.traces += 1
+        lox.log({"x": x}, step=1)
+        return x * 2
+
+    @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="mode", donate_argnums=2)
+    def train(self, n: int, x: Any, *, mode: str = "a") -> Any:
+        self.traces += 1
+        for i in range(n):
+            lox.log({mode: x.sum()}, step=i)
+        return x * n
+
+
+def python_function(f: Any) -> Any:
+    return lambda x: f(f(x))
+
+
+PATTERNS: dict[str, Any] = {
+    "method": lambda model: (model.step, ()),
+    "method anew": lambda model: (lambda: model.step, ()),
+    "static and donated": lambda model: (model.train, (3,)),
+    "static by name": lambda model: (functools.partial(model.train, mode="b"), (2,)),
+    "partial": lambda model: (functools.partial(Model.step, model), ()),
+    "partial of a partial": lambda model: (functools.partial(functools.partial(model.train, mode="b"), 3), ()),
+    "python": lambda model: (python_function(model.step), ()),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_neither_retrace_nor_recompile(pattern: str, transform: str) -> None:
+    model = Model()
+    fun, args = PATTERNS[pattern](model)
+    get = fun if pattern == "method anew" else lambda: fun
+    expected = lox.spool(lambda *args: get()(*args))(*args, jnp.ones(4))
+    traces = model.traces
+    transformed = consume(transform)(get())
+    jax.block_until_ready(transformed(*args, jnp.ones(4)))
+    assert model.traces <= traces + 1
+    traces = model.traces
+    inputs = [jnp.ones(4) for _ in range(6)]
+    with count_compilations() as compiled:
+        for n in range(3):
+            results = [transformed(*args, inputs[2 * n]), consume(transform)(get())(*args, inputs[2 * n + 1])]
+            jax.block_until_ready(results)
+            for result in results if transform == "spool" else ():
+                assert str(result) == str(expected)
+                assert str(result[1].step) == str(expected[1].step)
+    assert compiled == []
+    assert model.traces == traces
+    donated = pattern in ("static and donated", "static by name", "partial of a partial")
+    assert [x.is_deleted() for x in inputs] == [donated] * 6
+
+
+def test_a_static_argument_that_is_compared_by_identity() -> None:
+    """Also if it is a pytree, which flattening and rebuilding would make another object."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(eq=False)
+    class Config:
+        scale: float
+
+    config, seen = Config(3.0), []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def f(config: Config, x: Any) -> Any:
+        seen.append(config)
+        lox.log({"x": x * config.scale})
+        return x
+
+    for transform in TRANSFORMS:
+        for _ in range(2):
+            consume(transform)(f)(config, jnp.float32(1))
+    assert all(given is config for given in seen) and len(seen) == 1
+
+
+def test_a_jit_with_shardings_keeps_them() -> None:
+    device = jax.devices()[1]
+    placed = jax.sharding.SingleDeviceSharding(device)
+    f = jax.jit(lambda x: (lox.log({"x": x}), x + 1)[1], in_shardings=placed, out_shardings=placed)
+    for _ in range(2):
+        out, logs = lox.spool(f)(jnp.zeros(2))
+        assert out.devices() == {device} and str(logs) == "{'x': [0.0, 0.0]}"
+
+
+def test_the_program_of_a_tapped_jitted_function_has_no_effects() -> None:
+    """So that C++ calls it. JAX calls programs with effects from Python, which takes longer than all the rest."""
+    f = jax.jit(lambda x: (lox.log({"x": x}, step=1), x * 2)[1])
+    tapped = lox.tap(f, lambda logs: None)
+    tapped(1.0)
+    calls: list[str] = []
+    if jax.__version_info__ >= (0, 12):  # before it, JAX calls every program with host calls from Python
+        sys.setprofile(lambda frame, event, arg: event == "call" and calls.append(frame.f_code.co_name))
+        try:
+            tapped(1.0)
+        finally:
+            sys.setprofile(None)
+        assert "call" in calls and "cache_miss" not in calls
+
+
+def test_other_host_calls_are_in_order_with_those_of_a_tapped_jitted_function() -> None:
+    events: list[str] = []
+
+    @jax.jit
+    def f(x: Any) -> Any:
+        lox.log({"a": x})
+        jax.debug.callback(lambda x: events.append(f"other {x}"), x, ordered=True)
+        lox.log({"b": x})
+        return x
+
+    for _ in range(3):
+        lox.tap(f, lambda logs: events.append(str(logs)))(1.0)
+        assert events == ["{'a': 1.0}", "other 1.0", "{'b': 1.0}"]
+        events.clear()
 
 
 def test_donated_arguments_are_donated() -> None:

@@ -883,3 +883,77 @@ def test_logs_that_are_logged_again_invent_no_event():
         'Either log what they come to:   lox.spool(f, reduce="mean")\n'
         "or leave them to the outside:   lox.spool(f, keep_logs=True)"
     )
+
+
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
+EAGER = {
+    "float": 0.5,
+    "int": -3,
+    "bool": True,
+    "complex": 1 - 2j,
+    "large int": 2**31 - 1,
+    "float64": np.float64(0.1),
+    "int64": np.int64(7),
+    "uint8": np.uint8(200),
+    "int64 array": np.arange(3),
+    "float64 array": np.linspace(0, 1, 3),
+    "float16 array": np.ones((2, 0), np.float16),
+    "bfloat16": jnp.ones(2, jnp.bfloat16),
+    "int4": jnp.ones(2, jnp.int4),
+    "array": jnp.arange(6.0).reshape(2, 3),
+    "weak": jnp.asarray(1.0) * 2,
+    "tree": {"b": 1.0, "a": Pair(jnp.ones(2), (np.int8(1), True))},
+    "list": [1, 2.0],
+    "key": jax.random.key(3),
+    "sharded": "sharded",
+}
+
+
+@pytest.mark.parametrize("steps", [{}, {"step": 3, "b": np.int64(4), "a": jnp.float32(0.5)}, {"s": np.uint8(1)}])
+@pytest.mark.parametrize("value", EAGER)
+@pytest.mark.parametrize("x64", [False, True])
+def test_outside_of_programs_an_event_is_the_same_without_passing_through_xla(value, steps, x64):
+    """Only plain calls take the short way, and a weight means nothing to the sink."""
+    if value == "sharded":
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "d")
+        value = jax.device_put(jnp.arange(4.0), jax.sharding.NamedSharding(mesh, jax.P("d")))
+    else:
+        value = EAGER[value]
+    enable = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    with enable(x64), lox.testing.capture() as events:
+        with lox.scope("s"):
+            returned = [lox.log({"x": value, "y": 1}, prefix="p/", **steps, **more) for more in ({}, {"weight": 1.0})]
+    assert len(events) == 2
+    for short, long in (events, returned):
+        assert str(short) == str(long) and [*short] == [*long]
+        assert {k: short._layout(k) for k in short} == {k: long._layout(k) for k in long}
+        assert jax.tree.structure([dict(short), short.steps]) == jax.tree.structure([dict(long), long.steps])
+        for a, b in zip(jax.tree.leaves(short), jax.tree.leaves(long), strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            assert str(a) == str(b)
+    assert all(type(x) is np.ndarray for x in jax.tree.leaves(events))
+
+
+def test_the_sink_may_keep_what_it_gets_outside_of_programs():
+    x, y = np.zeros(2), jax.jit(lambda x: x + 1)(jnp.zeros(2))
+    with lox.testing.capture() as events:
+        returned = lox.log({"x": x, "y": y})
+    x += 1
+    jax.jit(lambda x: x * 2, donate_argnums=0)(y)
+    assert str(events[0]) == "{'x': [0.0, 0.0], 'y': [1.0, 1.0]}"
+    assert str(returned["x"]) == "[0. 0.]"
+
+
+def test_logs_where_jax_evaluates_inside_a_transformation():
+    def f(x):
+        with jax.ensure_compile_time_eval():
+            lox.log({"hidden": 1.0})
+        return x
+
+    with lox.testing.capture() as events:
+        _, logs = lox.spool(f)(1.0)
+    assert str(logs) == "{'hidden': 1.0}" and not events
