@@ -355,16 +355,18 @@ def test_the_program_of_a_tapped_jitted_function_has_no_effects() -> None:
 def test_other_host_calls_are_in_order_with_those_of_a_tapped_jitted_function() -> None:
     events: list[str] = []
 
+    inner = lox.tap(lambda x: (lox.log({"c": x}), x)[1], lambda logs: events.append(f"inner {logs}"))
+
     @jax.jit
     def f(x: Any) -> Any:
         lox.log({"a": x})
-        jax.debug.callback(lambda x: events.append(f"other {x}"), x, ordered=True)
+        inner(2.0)
         lox.log({"b": x})
         return x
 
     for _ in range(3):
-        lox.tap(f, lambda logs: events.append(str(logs)))(1.0)
-        assert events == ["{'a': 1.0}", "other 1.0", "{'b': 1.0}"]
+        lox.tap(f, lambda logs: events.append(str(logs)), argnames=["a", "b"])(1.0)
+        assert events == ["{'a': 1.0}", "inner {'c': 2.0}", "{'b': 1.0}"]
         events.clear()
 
 

@@ -924,9 +924,8 @@ def test_outside_of_programs_an_event_is_the_same_without_passing_through_xla(va
     else:
         value = EAGER[value]
     enable = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-    with enable(x64), lox.testing.capture() as events:
-        with lox.scope("s"):
-            returned = [lox.log({"x": value, "y": 1}, prefix="p/", **steps, **more) for more in ({}, {"weight": 1.0})]
+    with enable(x64), lox.testing.capture() as events, lox.scope("s"):
+        returned = [lox.log({"x": value, "y": 1}, prefix="p/", **steps, **more) for more in ({}, {"weight": 1.0})]
     assert len(events) == 2
     for short, long in (events, returned):
         assert str(short) == str(long) and [*short] == [*long]

@@ -1,7 +1,10 @@
 """Parameters of primitives whose layout changed."""
 
 import functools
+import itertools
 from typing import Any
+
+import jax
 
 from lox._compat import _extend
 from lox._compat._jaxprs import make_jaxpr, out_avals
@@ -78,6 +81,19 @@ def is_plain_jit(params: dict[str, Any]) -> bool:
     )
 
 
+# Some versions count donated arguments among those that are not static.
+_example: Any = jax.jit(lambda x, y: y, static_argnums=0, donate_argnums=1)
+_REBASED = _example._jit_info.donate_argnums == (0,)
+
+
+def _donated(info: Any) -> list[int]:
+    if not _REBASED:
+        return list(info.donate_argnums)
+    others = (n for n in itertools.count() if n not in info.static_argnums)
+    others = list(itertools.islice(others, max(info.donate_argnums, default=-1) + 1))
+    return [others[n] for n in info.donate_argnums]
+
+
 def options_of_jit(jitted: Any, shift: int = 0) -> dict[str, Any] | None:
     """The options of a jitted function, for one with `shift` more leading arguments.
 
@@ -96,7 +112,7 @@ def options_of_jit(jitted: Any, shift: int = 0) -> dict[str, Any] | None:
     return {
         "static_argnums": tuple(n + shift for n in info.static_argnums),
         "static_argnames": info.static_argnames,
-        "donate_argnums": tuple(n + shift for n in info.donate_argnums),
+        "donate_argnums": tuple(n + shift for n in _donated(info)),
         "donate_argnames": info.donate_argnames,
         "keep_unused": info.keep_unused,
     }
