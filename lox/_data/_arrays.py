@@ -145,4 +145,4 @@ def strong(x: Any) -> Any:
     if isinstance(x, np.ndarray | np.generic):
         return x
     aval = jax.typeof(x)
-    return jax.lax.convert_element_type(x, aval.dtype) if getattr(aval, "weak_type", False) else x
+    return _compat.with_strong_type(x, aval.dtype) if getattr(aval, "weak_type", False) else x

@@ -104,7 +104,8 @@ class Event:
     def owned(self) -> "Event":
         """The same event with copies of its arrays, which the program cannot donate."""
         operands, meta = self.to_operands()
-        return Event.from_operands(meta, _arrays.owned(operands), self.scope)
+        owned = _arrays.owned(operands)
+        return self if owned is operands else Event.from_operands(meta, owned, self.scope)
 
     def prefixed(self, prefix: str) -> "Event":
         """The same event with a prefix in front of its keys."""
@@ -120,7 +121,7 @@ class Event:
 
         Not for an event that is bound again in place, where the scopes are still around it.
         """
-        return self.prefixed(self.scope).replace(scope="")
+        return self.prefixed(self.scope).replace(scope="") if self.scope else self
 
     def bundle(self, keys: Iterable[str]) -> Bundle:
         """What the event contributes to some of its keys."""

@@ -61,6 +61,13 @@ class Handler:
         """Take one event: change `frame.state`, add to `frame.pieces`, or let it wait in `frame.waiting`."""
         raise NotImplementedError
 
+    def grows(self, frame: "Frame", logs: Iterable[tuple[Meta, str]]) -> bool:
+        """Whether logs, each with its scope, have keys that the state will have, but does not have yet."""
+        return False
+
+    def expect(self, frame: "Frame", event: Event) -> None:
+        """Take as much of an event as the type of the state depends on."""
+
     def complete(self, frame: "Frame") -> None:
         """Take what waits, before anything else needs the state."""
 

@@ -7,14 +7,14 @@ rebuilt by its rule. Nothing that is read is mutated.
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from lox import _compat, _errors
 from lox._engine import _emit
-from lox._engine._event import Meta
+from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Grown, Handler, Place, Retrace, Tally, scope_of, signature, types_of
 from lox._engine._primitive import log_p
 
@@ -27,41 +27,117 @@ def interpret(frame: Frame, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     def read(var: Any) -> Any:
         return _compat.literal_value(var) if isinstance(var, _compat.Literal) else env[var]
 
-    pending: list[Any] = []
-    logs: list[Any] = []
-
-    def catch_up() -> None:
-        """Evaluate what is pending, then take the logs, which nothing depends on, together."""
-        if pending:
-            _compat.eval_equations(jaxpr, pending, env)
-        for eqn in logs:
-            with _compat.equation_context(eqn):
-                frame.take(eqn.params["meta"], [read(v) for v in eqn.invars])
-        if logs:
-            frame.complete()
-        pending.clear()
-        logs.clear()
-
-    for eqn in _live_equations(frame.handler, opened, frame.here()):
-        if eqn.primitive is log_p:
-            logs.append(eqn)
+    for plain, logs, eqn in _stretches(frame.handler, opened, frame.here()):
+        if plain:
+            _compat.eval_equations(jaxpr, plain, env)
+        for log in logs:
+            with _compat.equation_context(log):
+                frame.take(log.params["meta"], [read(v) for v in log.invars])
+        frame.complete()
+        if eqn is None:
             continue
-        called = frame.handler.sees_calls and _compat.emit_effect in eqn.effects
-        if not (called or _compat.eqn_concerns(eqn.primitive, eqn.params, eqn.effects)):
-            if eqn.effects and logs:  # what it does may be seen outside, in order with the events before it
-                catch_up()
-            pending.append(eqn)
-            continue
-        catch_up()
         values = [read(v) for v in eqn.invars]
         with _compat.equation_context(eqn):
-            if called and eqn.primitive is _emit.emit_p:
+            if eqn.primitive is _emit.emit_p and frame.handler.sees_calls:
                 outs = frame.handler.call(frame, eqn.params, values)
             else:
                 outs = apply_rule(frame, eqn.primitive, eqn.params, values, eqn.effects, Place(jaxpr, eqn, args))
         env.update(zip(eqn.outvars, outs, strict=True))
-    catch_up()
     return [read(v) for v in opened.outvars]
+
+
+def _stretches(handler: Handler, jaxpr: Any, scope: str) -> Iterator[tuple[list[Any], list[Any], Any]]:
+    """The live equations: some without logs; the logs between them, which nothing depends on; one with logs, or None.
+
+    They are in order, except that logs come after all other equations of their stretch, so that they can be taken
+    together. What an equation with effects does may be seen outside, so logs before it are in a stretch before it.
+    """
+    plain: list[Any] = []
+    logs: list[Any] = []
+    for eqn in _live_equations(handler, jaxpr, scope):
+        called = handler.sees_calls and _compat.emit_effect in eqn.effects
+        if eqn.primitive is log_p:
+            logs.append(eqn)
+        elif called or _compat.eqn_concerns(eqn.primitive, eqn.params, eqn.effects):
+            yield plain, logs, eqn
+            plain, logs = [], []
+        else:
+            if eqn.effects and logs:
+                yield plain, logs, None
+                plain, logs = [], []
+            plain.append(eqn)
+    yield plain, logs, None
+
+
+def foresee(frame: Frame, jaxprs: Sequence[Any]) -> None:
+    """Give the state the type that reductions in these jaxprs will give it.
+
+    A loop or a branch would else be traced just to find that out. What is not foreseen is found out that way.
+    """
+    handler = frame.handler
+    logs = [(meta, frame.eqn_scope + scope) for jaxpr in jaxprs for meta, scope in _metas_in(jaxpr)]
+    if not handler.grows(frame, logs):
+        return
+    number: dict[Any, int] = {}  # of each operand
+    types: list[Any] = []
+
+    def operand(var: Any, is_value: bool) -> int:
+        # Values matter only by their type. Steps, weights and validity must also be known to be the same ones.
+        known = number.setdefault(var.aval if is_value else id(var), len(types))
+        if known == len(types):
+            types.append(var.aval)
+        return known
+
+    def event(log: Any, scope: str) -> tuple[Meta, str, list[int]]:
+        meta = log.params["meta"]
+        values = sum(treedef.num_leaves for treedef in meta.treedefs)
+        return meta, scope, [operand(var, n < values) for n, var in enumerate(log.invars)]
+
+    runs = [[event(*log) for log in run] for jaxpr in jaxprs for run in _runs(handler, jaxpr, frame.eqn_scope)]
+    leaves, state_tree = jax.tree.flatten(frame.state)
+    box: list[Any] = []
+
+    def flat(*args: Any) -> list[Any]:
+        inner = frame.block(jax.tree.unflatten(state_tree, args[: len(leaves)]))
+        operands = args[len(leaves) :]
+        for run in runs:
+            for meta, scope, numbers in run:
+                handler.expect(inner, Event.from_operands(meta, [operands[n] for n in numbers], scope))
+            inner.complete()
+        box.append(types_of(inner.state))
+        return []
+
+    _compat.make_jaxpr(flat, [*types_of(leaves), *types])
+    with _compat.own_transfers():
+        handler.extend(frame, box[0])
+
+
+def _runs(handler: Handler, jaxpr: Any, scope: str) -> Iterator[list[tuple[Any, str]]]:
+    """The logs that are taken together, each with the scopes around it, in the order in which they are traced."""
+    for _, logs, eqn in _stretches(handler, _compat.split_jaxpr(jaxpr)[0], scope):
+        yield [(log, scope_of(log, scope)) for log in logs]
+        # Events that leave a shard_map are not of the type that they have inside.
+        if eqn is not None and eqn.primitive.name != "shard_map":
+            for inner in executed_jaxprs(eqn.primitive, eqn.params):
+                if _compat.has_logs(inner):
+                    yield from _runs(handler, inner, scope_of(eqn, scope))
+
+
+_metas: Any = weakref.WeakKeyDictionary()
+
+
+def _metas_in(jaxpr: Any) -> dict[tuple[Meta, str], None]:
+    """The logs in a jaxpr, each with the scopes around it."""
+    metas = _metas.get(jaxpr)
+    if metas is None:
+        metas = _metas[jaxpr] = {}
+        for eqn in _compat.split_jaxpr(jaxpr)[0].eqns if _compat.has_logs(jaxpr) else ():
+            here = scope_of(eqn, "")
+            if eqn.primitive is log_p:
+                metas[eqn.params["meta"], here] = None
+            for inner in executed_jaxprs(eqn.primitive, eqn.params):
+                metas.update({(meta, here + scope): None for meta, scope in _metas_in(inner)})
+    return metas
 
 
 def _live_equations(handler: Handler, jaxpr: Any, scope: str) -> list[Any]:

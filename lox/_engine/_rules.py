@@ -20,7 +20,7 @@ from lox._data._bundle import Bundle
 from lox._data._lanes import Laned, map_laned
 from lox._engine import _masking
 from lox._engine._handler import Drop, Frame, Grown, Handler, Place, Retrace, Tally, rebuilding, types_of
-from lox._engine._interpret import Inside, Transformed, interpret, once, rule, tally, transformed, wants_any
+from lox._engine._interpret import Inside, Transformed, foresee, interpret, once, rule, tally, transformed, wants_any
 from lox._engine._trace import run_function
 
 
@@ -133,6 +133,7 @@ def _scan(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
         def step(inner: Frame, c: list[Any], x: list[Any]) -> list[Any]:
             return interpret(inner, jaxpr, [*consts, *c, *x])
 
+        foresee(frame, [jaxpr])
         return _loop(frame, step, init, xs, {**options, "length": length})
 
     blocks = frame.handler.split(frame, [jaxpr])
@@ -259,6 +260,7 @@ def _while(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any]
 
         return frame.settle(attempt)
 
+    foresee(frame, [cond_jaxpr, body_jaxpr])
     pred = None
     if cond_logs:
         # The first evaluation. The others come after every iteration, where their events belong.
@@ -341,6 +343,7 @@ def _cond(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
     if frame.handler.masks_lanes and frame.place is not None:
         params, args = _masked_cond(params, args, frame.place)
     index, *operands = args
+    foresee(frame, params["branches"])
 
     def attempt(state: Any) -> list[Any]:
         state = _compat.on_mesh_of(args, state)

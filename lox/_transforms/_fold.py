@@ -280,8 +280,10 @@ def _beside(values: list[Laned]) -> Laned:
     for start in range(0, len(values), size):
         chunk = values[start : start + size]
         wide = (*shape[:axis], len(chunk), *shape[axis:])
-        cases = [jax.lax.broadcast_in_dim(x.tree, wide, kept) for x in chunk]
-        arrays.append(cases[0] if len(cases) == 1 else jax.lax.select_n(index(len(cases)), *cases))
+        distinct = {id(x.tree): x.tree for x in chunk}
+        case = {known: jax.lax.broadcast_in_dim(x, wide, kept) for known, x in distinct.items()}
+        cases = [case[id(x.tree)] for x in chunk]
+        arrays.append(cases[0] if len(case) == 1 else jax.lax.select_n(index(len(cases)), *cases))
     return Laned(arrays[0] if len(arrays) == 1 else jax.lax.concatenate(arrays, axis), values[0].flags)
 
 

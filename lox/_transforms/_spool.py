@@ -80,6 +80,23 @@ class Collect(Handler):
                 frame.complete()  # which of the two reductions came first matters for the message
             self._stack(frame, event.bundle(stacked))
 
+    def grows(self, frame: Frame, logs: Iterable[tuple[Meta, str]]) -> bool:
+        """Whether logs have keys that are reduced, but were not yet."""
+        known = {key for keys in frame.state for key in keys}
+        for meta, scope in logs:
+            new = [key for key in self.selection.keys(meta, scope) if key not in known]
+            if new and not {*new} <= {*self.counts(meta, scope)}:
+                return True
+        return False
+
+    def expect(self, frame: Frame, event: Event) -> None:
+        """Reduce the keys that are reduced."""
+        event = event.in_scope()
+        for key in self.selection.keys(event):
+            reduction = self.reduction(key, event.reductions[key])
+            if reduction is not None:
+                self.wait(frame, key, reduction, event)
+
     def wait(self, frame: Frame, key: str, reduction: _reduce.Reduction, event: Event) -> None:
         """Let an event wait for those of other keys, to be taken together with them."""
         if key in frame.waiting:
