@@ -248,7 +248,9 @@ class FileLogger(Logger):
         for count, steps, values in tables(bundles, functools.partial(self.save_picture, run), split):
             table = {label("step", name): x for name, x in steps.items()}
             table |= {label("key", key): x for key, x in values.items()}
-            yield count, table | {ATTEMPT: np.full(count, attempt)} if attempt else table
+            if attempt:
+                table[ATTEMPT] = np.full(count, attempt)
+            yield count, table
 
     def append(self, run: Run, text: str) -> None:
         """Add text to the run's file, so that others see it at once."""
