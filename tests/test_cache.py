@@ -146,6 +146,79 @@ def test_a_new_callback_or_logger_for_every_call_compiles_nothing_again(case: st
     assert counter.traces == 1
 
 
+def root_mean_square(scale: Any = 1.0) -> lox.Reduction:
+    return lox.Reduction(
+        init=lambda x: (x, 0.0),
+        update=lambda state, x: (state[0] + scale * x**2, state[1] + 1.0),
+        finish=lambda state: jnp.sqrt(state[0] / state[1]),
+    )
+
+
+@pytest.mark.parametrize("case", ["spool", "tap", "tap(buffer)"])
+def test_a_reduction_made_anew_for_every_call_compiles_nothing_again(case: str) -> None:
+    counter, seen = Counter(), []
+    f, x = jax.jit(counter.fun), jnp.float32(2)
+    transform = {
+        "spool": lambda reduction: seen.append(lox.spool(f, reduce=reduction)(x)[1]),
+        "tap": lambda reduction: lox.tap(f, seen.append, reduce=reduction)(x),
+        "tap(buffer)": lambda reduction: lox.tap(f, seen.append, reduce={"carry": reduction}, buffer=3)(x),
+    }[case]
+    transform(root_mean_square())
+    with count_compilations() as compiled:
+        for _ in range(3):
+            transform(root_mean_square())
+    assert compiled == [] and counter.traces == 1
+    assert len({str(logs) for logs in seen if "carry" in logs}) == 1
+    count = len(seen)
+    transform(root_mean_square(4.0))  # which is another
+    assert [str(logs) for logs in seen[count:]] != [str(logs) for logs in seen[:count][-(len(seen) - count) :]]
+
+
+factor, table = 1.0, {"factor": 1.0}
+
+
+def scaled(x: Any) -> Any:
+    return factor * x
+
+
+def test_reductions_that_may_mean_something_else_are_different() -> None:
+    def using(update: Any) -> lox.Reduction:
+        return lox.Reduction(init=lambda x: x, update=update, finish=lambda state: state)
+
+    def by_itself(state: Any, x: Any) -> Any:
+        return by_itself if x is None else x
+
+    global factor
+    array, same = jnp.ones(()), Counter()
+    makers: dict[str, Any] = {
+        "nothing": lambda: using(lambda state, x: x),
+        "a number": lambda n=2: using(lambda state, x: n * x),
+        "a global": lambda: using(lambda state, x: factor * x),
+        "a function": lambda: using(lambda state, x: scaled(x)),
+        "in a function": lambda: using(lambda state, x: (lambda: factor * x)()),
+    }
+    changing: dict[str, Any] = {
+        "a dict": lambda: using(lambda state, x: table["factor"] * x),
+        "an array": lambda: using(lambda state, x: array * x),
+        "an object": lambda: using(lambda state, x: same.traces * x),
+        "a module of the user": lambda: using(lambda state, x: sys.modules and lox.testing and x),
+        "a function that calls itself": lambda: using(lambda state, x: by_itself(state, x)),
+    }
+    before = {name: make() for name, make in makers.items()}
+    for name, make in makers.items():
+        assert make() == before[name] and hash(make()) == hash(before[name]), name
+    for name, make in changing.items():
+        reduction = make()
+        assert reduction == reduction and make() != reduction, name
+    assert makers["a number"](2) != makers["a number"](2.0) != makers["a number"](-0.0) != makers["a number"](0.0)
+    factor = 3.0
+    try:
+        different = {name for name, make in makers.items() if make() != before[name]}
+        assert different == {"a global", "a function", "in a function"}
+    finally:
+        factor = 1.0
+
+
 def test_programs_keep_neither_callbacks_nor_loggers_alive() -> None:
     f = jax.jit(Counter().fun)
 

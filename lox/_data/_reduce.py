@@ -6,6 +6,8 @@ loop that the events come from: memory does not grow with the number of events.
 """
 
 import dataclasses
+import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,6 +51,58 @@ class Reduction:
     name: str = "a reduction of your own"
     weighted: bool = False
     counted: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both do the same, as far as can be known: one made anew for every call is the same again."""
+        return self is other or (isinstance(other, Reduction) and self._meaning == other._meaning)
+
+    def __hash__(self) -> int:
+        return hash(self._meaning)
+
+    @functools.cached_property
+    def _meaning(self) -> Any:
+        functions = self.init, self.update, self.finish
+        return *map(_meaning, functions), self.name, self.weighted, self.counted
+
+
+def _meaning(fun: Any) -> Any:
+    """A key that functions with the same code and the same surroundings share; the function if something may change."""
+    meaning = _fixed(fun, ())
+    return fun if meaning is None else meaning
+
+
+def _fixed(value: Any, around: tuple[Any, ...]) -> Any:
+    """A key of what a function refers to that no other value has; None if it may change, or refers to `around`."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | np.dtype):
+        return type(value), repr(value)  # 0.0 equals -0.0, and NaN nothing
+    if isinstance(value, types.ModuleType | type | types.BuiltinFunctionType):
+        name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+        return value if name and name.split(".")[0] in _CONSTANT else None
+    if isinstance(value, _compat.PjitFunction):
+        return value  # JAX does not look again either
+    if isinstance(value, tuple):
+        parts, code = value, None
+    elif isinstance(value, types.FunctionType) and value not in around:
+        code, known = value.__code__, value.__globals__
+        parts = (value.__defaults__, *(value.__kwdefaults__ or {}).items())
+        parts += tuple(known[name] for name in _names_in(code) if name in known)
+        try:
+            parts += tuple(cell.cell_contents for cell in value.__closure__ or ())
+        except ValueError:  # it is not defined yet
+            return None
+    else:
+        return None
+    keys = tuple(_fixed(part, (*around, value)) for part in parts)
+    return None if None in keys else (code, keys)
+
+
+_CONSTANT = ("builtins", "jax", "jaxlib", "lox", "math", "numpy", "operator")  # modules that nobody changes
+
+
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names that a function, and those defined in it, look up as globals or attributes."""
+    inner = [_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return tuple(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))
 
 
 def _floating(x: Any) -> Any:
