@@ -159,4 +159,5 @@ def _program(fun: Any, transform: Transform, given: int) -> Any:
 
     # For profiles, where programs go by the names of their functions.
     transformed.__name__ = transformed.__qualname__ = getattr(fun(), "__name__", "transformed")
-    return jax.jit(transformed, **_compat.options_of_jit(fun(), shift=given))
+    options: Any = _compat.options_of_jit(fun(), shift=given)
+    return jax.jit(transformed, **options)

@@ -230,8 +230,9 @@ class Logger:
         with _compat.own_transfers():
             number = self._number_of(state, "log")
             self._entered()
-            is_known = number is not None and _compat.is_evaluating()
-            packet = packet_now(logs, steps, prefix, np.int32(number)) if is_known else None
+            packet = None
+            if number is not None and _compat.is_evaluating():
+                packet = packet_now(logs, steps, prefix, np.int32(number))
         if packet is not None:
             return _emit.deliver_now(self._pipeline.delivery, packet)
         run, bundles = self._run_of(state, "log"), as_bundles(logs, steps)
