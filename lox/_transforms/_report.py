@@ -13,7 +13,7 @@ import numpy as np
 from lox import _compat, _errors
 from lox._data import _bundle, _lanes
 from lox._data._bundle import Bundle, Models
-from lox._data._lanes import Laned, pick
+from lox._data._lanes import Laned, Lanes, pick
 from lox._data._logdict import logdict
 from lox._engine._devices import PLACE
 from lox._engine._emit import RELEASE, Packet
@@ -89,74 +89,80 @@ class Report(HostFunction):
 
 
 class Failure(NamedTuple):
-    """The event that failed: the newest of a ring, in a lane."""
+    """The event that failed: in a slot of a ring, in a lane."""
 
     ring: Bundle
     mark: Bundle
-    lane: tuple[int, ...]
+    lanes: Lanes
     slot: int
-    age: int  # less than that of all later events
+    lane: tuple[int, ...]
+    number: np.int32
 
     def error(self, logs: logdict) -> NonFiniteError:
         """The error, for the first value that is not finite."""
-        ring, named = self.ring, self.lane if any(_flags(self.mark, self.ring)) else ()
         for key in self.mark.keys:
-            value = jax.tree.unflatten(ring.treedef(key), [self._pick(x) for x in ring.leaves(key)])
-            numbers = [n for n, x in enumerate(ring.values) if any(x is leaf for leaf in ring.leaves(key))]
-            for n, (tree_path, x) in zip(numbers, jax.tree_util.tree_leaves_with_path(value), strict=True):
-                # As complex numbers, which all of them fit into.
-                if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x.astype(np.complex128)).all():
-                    hidden = (ORDER, *_places(ring))
-                    steps = {name: self._pick(x).item() for name, x in ring.steps.items() if name not in hidden}
-                    place = ring.steps.get(PLACE.format(n))
-                    path = jax.tree_util.keystr(tree_path) + ("" if place is None else str(self._pick(place).tolist()))
-                    return NonFiniteError(key, path, x, steps, named, str(self.mark.site), logs)
+            value = jax.tree.unflatten(self.ring.treedef(key), [self._pick(x) for x in self.ring.leaves(key)])
+            leaves = jax.tree_util.tree_leaves_with_path(value)
+            for place, (tree_path, x) in zip(_places(self.ring, key), leaves, strict=True):
+                if _not_finite(x).any():
+                    hidden = {ORDER, *_places(self.ring)}
+                    steps = {name: self._pick(x).item() for name, x in self.ring.steps.items() if name not in hidden}
+                    where = str(self._pick(self.ring.steps[place]).tolist()) if place in self.ring.steps else ""
+                    lane = self.lane if any(self.lanes.flags) else ()
+                    path = jax.tree_util.keystr(tree_path) + where
+                    return NonFiniteError(key, path, x, steps, lane, str(self.mark.site), logs)
         raise AssertionError("the device has found a value that is not finite")
 
     def _pick(self, x: Laned) -> Any:
         return pick(Laned(x.tree[self.slot], x.flags), self.lane)
 
 
+def _not_finite(x: np.ndarray) -> np.ndarray:
+    """Which elements are NaN or infinite: as complex numbers, which all of them fit into."""
+    return ~np.isfinite(x.astype(np.complex128)) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, bool)
+
+
+def _places(ring: Bundle, key: str | None = None) -> list[str]:
+    """The steps with places of elements, one for every array of a key, or of all; most of them do not exist."""
+    counts = [treedef.num_leaves for treedef in ring.treedefs]
+    n = len(ring.keys) if key is None else ring.keys.index(key)
+    first, stop = (0, sum(counts)) if key is None else (sum(counts[:n]), sum(counts[: n + 1]))
+    return [PLACE.format(number) for number in range(first, stop)]
+
+
 def _pairs(sent: list[Bundle]) -> Iterator[tuple[Bundle, Bundle]]:
-    """For each ring the mark that says where its newest event has failed, and its events."""
+    """For each ring its mark, which says which event has failed, and the events."""
     return zip(sent[::2], [bundle.even() for bundle in sent[1::2]], strict=True)
-
-
-def _flags(mark: Bundle, ring: Bundle) -> Any:
-    assert mark.valid is not None
-    return _lanes.with_depth(mark.valid.flags, len(ring.steps[ORDER].flags))
-
-
-def _places(ring: Bundle) -> list[str]:
-    names = map(PLACE.format, range(len(ring.values)))
-    return [name for name in names if name in ring.steps]
 
 
 def first_failure(sent: list[Bundle]) -> Failure | None:
     """The first event that failed, in the first lane, outermost vmap first; None if none did."""
-    failures, first = [], None
-    for mark, ring in _pairs(sent):
-        assert mark.valid is not None
-        flags = _flags(mark, ring)
-        for place in np.argwhere(mark.valid.tree):
-            index = iter(place)
-            lane = tuple(int(next(index)) if flag else 0 for flag in flags)
-            order = pick_lane(ring.steps[ORDER], lane)
-            first = order[order != 0][0] if first is None else first
-            ages = _ages(order, first)
-            slot = int(np.argmax(ages))
-            failures.append(Failure(ring, mark, lane, slot, int(ages[slot])))
-    return min(failures, key=lambda failure: failure.age, default=None)
+    failures = [failure for mark, ring in _pairs(sent) if mark.keys for failure in _failures(mark, ring)]
+    return min(failures, key=lambda failure: failure.number - failures[0].number, default=None)
 
 
-def pick_lane(x: Laned, lane: tuple[int, ...]) -> np.ndarray:
-    """All events of a lane."""
-    return x.tree[(slice(None), *[i for i, flag in zip(lane, x.flags, strict=True) if flag])]
+def _failures(mark: Bundle, ring: Bundle) -> Iterator[Failure]:
+    """The event of this ring that failed, for every lane in which it did."""
+    assert mark.valid is not None
+    if not mark.valid.tree.any():
+        return
+    order, number = ring.steps[ORDER], mark.values[0]
+    values = [x for key in mark.keys for x in ring.leaves(key)]
+    bad = [Laned(_not_finite(x.tree).any(tuple(range(1 + x.ndim, x.tree.ndim))), x.flags) for x in values]
+    of_events, of_mark = [order, *bad], [number, mark.valid]
+    lanes = _lanes.union(*[_lanes.lanes_of(x, 1) for x in of_events], *map(_lanes.lanes_of, of_mark))
+    assert lanes is not None  # all belong to one event
+    orders, *bads = [_lanes.widen(x, lanes, 1).tree for x in of_events]
+    numbers, valid = [_lanes.widen(x, lanes).tree for x in of_mark]
+    for slot, *place in np.argwhere((orders == numbers) & valid & np.any(bads, axis=0)).tolist():
+        index = iter(place)
+        lane = tuple(next(index) if flag else 0 for flag in lanes.flags)
+        yield Failure(ring, mark, lanes, slot, lane, numbers[tuple(place)])
 
 
-def _ages(order: np.ndarray, first: Any) -> np.ndarray:
-    """Numbers in the order of events: their differences are right even after the counter has overflowed."""
-    return np.where(order == 0, np.iinfo(np.int32).min, order - first)
+def _ages(order: np.ndarray, number: np.int32) -> np.ndarray:
+    """Numbers in the order of events: their differences are right even after an overflow."""
+    return np.where(order == 0, np.iinfo(np.int32).min, order - number)
 
 
 def recorded(sent: list[Bundle], failure: Failure, last: int | None) -> list[Bundle]:
@@ -164,20 +170,18 @@ def recorded(sent: list[Bundle], failure: Failure, last: int | None) -> list[Bun
     rings = [ring for mark, ring in _pairs(sent) if last is not None or mark is failure.mark]
     of_key: dict[str, list[Bundle]] = {}
     for ring in rings:
-        shortened = {n for n, _ in enumerate(ring.values) if PLACE.format(n) in ring.steps}
         steps = {name: x for name, x in ring.steps.items() if name not in _places(ring)}
         for key in ring.keys:
-            numbers = {n for n, x in enumerate(ring.values) if any(x is leaf for leaf in ring.leaves(key))}
-            if not numbers & shortened:  # of a value of which only an element was sent, there is nothing to show
+            # Of a value of which only an element was sent, there is nothing to show.
+            if not any(place in ring.steps for place in _places(ring, key)):
                 of_key.setdefault(key, []).append(dataclasses.replace(ring.only((key,)), steps=steps))
-    first = failure.ring.steps[ORDER].tree.flat[0]
-    joined = [_joined(parts, first, last or 1) for parts in of_key.values()]
+    joined = [_joined(parts, failure.number, last or 1) for parts in of_key.values()]
     return [part for events in joined if (part := events.occurred()) is not None]
 
 
-def _joined(rings: list[Bundle], first: Any, last: int) -> Bundle:
+def _joined(rings: list[Bundle], number: np.int32, last: int) -> Bundle:
     """The last events of a key from all of its rings, in order."""
-    newest_first = sorted(rings, key=lambda ring: _ages(ring.steps[ORDER].tree, first).max(), reverse=True)
+    newest_first = sorted(rings, key=lambda ring: _ages(ring.steps[ORDER].tree, number).max(), reverse=True)
     fitting, models = list[Bundle](), Models()
     for ring in newest_first:
         try:
@@ -187,10 +191,10 @@ def _joined(rings: list[Bundle], first: Any, last: int) -> Bundle:
         fitting.append(ring)
     events = _bundle.concatenate(fitting)
     order = events.steps[ORDER]
-    ages = _ages(order.tree, first)
+    ages = _ages(order.tree, number)
     places = np.argsort(ages, axis=0, kind="stable")[-last:]
-    if order.ndim:  # each lane has its own; its empty slots come last
-        places = _filled_first(places, np.take_along_axis(order.tree, places, 0) != 0)
+    filled = np.take_along_axis(order.tree, places, 0) != 0
+    places = np.take_along_axis(places, np.argsort(~filled, axis=0, kind="stable"), 0)  # empty slots come last
     lanes = _lanes.lanes_of(order, 1)
 
     def sort(x: Laned) -> Laned:
@@ -204,7 +208,3 @@ def _joined(rings: list[Bundle], first: Any, last: int) -> Bundle:
 
     events = jax.tree.map(sort, events, is_leaf=_lanes.is_laned)
     return dataclasses.replace(events, steps={name: x for name, x in events.steps.items() if name != ORDER})
-
-
-def _filled_first(places: np.ndarray, filled: np.ndarray) -> np.ndarray:
-    return np.take_along_axis(places, np.argsort(~filled, axis=0, kind="stable"), 0)

@@ -40,51 +40,42 @@ class Line(NamedTuple):
         return cls(event.keys, watched, str(event.site), (treedef, tuple(types)), devices)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["events", "count", "failed"], meta_fields=["capacity"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["events", "count"], meta_fields=["capacity"])
 @dataclasses.dataclass
 class Ring:
     """The last events of a line; where events happen in some lanes only, those of each lane."""
 
     events: Bundle
     count: Laned  # how many events there were
-    failed: Laned  # where the newest event has failed, which the host was not told yet
     capacity: int
 
     @classmethod
     def empty(cls, event: Bundle, capacity: int) -> "Ring":
         """A ring for events like this one."""
-        valid, by_lane = _lanes_of_valid(event)
+        valid, by_lane = _happens(event)
 
         def slots(x: Laned) -> Laned:
             x = x if by_lane is None else _lanes.widen(x, union(event.keys[0], x, by_lane))
             return x.map(lambda a: lax.broadcast(_compat.zeros_of(_compat.aval_of(a)), (capacity,)))
 
         events = jax.tree.map(slots, dataclasses.replace(event, valid=None), is_leaf=_lanes.is_laned)
-        count = Laned(jnp.zeros(() if by_lane is None else valid.shape, jnp.int32), by_lane.flags if by_lane else ())
-        return cls(dataclasses.replace(events, single=False), count, Laned(jnp.zeros((), bool)), capacity)
+        count = jnp.zeros(() if by_lane is None else valid.shape, jnp.int32)
+        return cls(dataclasses.replace(events, single=False), Laned(count, by_lane.flags if by_lane else ()), capacity)
 
-    def take(self, event: Bundle, running: Any, failed: Laned) -> "Ring":
+    def take(self, event: Bundle, running: Any) -> "Ring":
         """Add an event, if the program is still `running` without a failure."""
-        valid, by_lane = _lanes_of_valid(event)
-        # A state that was inside of a shard_map has one flag more, for an axis that is not there.
+        valid, by_lane = _happens(event)
         count = self.count.tree
         slot = count % self.capacity if self.capacity > 1 else jnp.zeros_like(count)
         put = functools.partial(_put, slot, valid & running, by_lane)
+        # With the flags of the event: a state that was in a shard_map has one more, for an axis that is not there.
         arrays = dataclasses.replace(event, valid=None)
         old, new = (jax.tree.leaves(bundle, is_leaf=_lanes.is_laned) for bundle in (self.events, arrays))
         laned = [put(a, b) for a, b in zip(old, new, strict=True)]
-        structure = jax.tree.structure(arrays, is_leaf=_lanes.is_laned)
-        events = dataclasses.replace(jax.tree.unflatten(structure, laned), single=False)
-        # Even after a failure: else `vmap` would give every lane a slot of its own, and each event a scatter.
+        events = jax.tree.unflatten(jax.tree.structure(arrays, is_leaf=_lanes.is_laned), laned)
+        # Counted even after a failure: else `vmap` would give every lane a slot of its own, and each event a scatter.
         count = Laned(count + valid.astype(jnp.int32), by_lane.flags if by_lane else ())
-        before = jnp.broadcast_to(self.failed.tree, failed.tree.shape)
-        return dataclasses.replace(self, events=events, count=count, failed=failed.map(lambda x: before | x))
-
-    def told(self) -> "Ring":
-        """The same events, none of which has failed."""
-        return dataclasses.replace(self, failed=self.failed.map(jnp.zeros_like))
+        return dataclasses.replace(self, events=dataclasses.replace(events, single=False), count=count)
 
     def recorded(self) -> Bundle:
         """The events, of which those in empty slots are not valid."""
@@ -92,12 +83,10 @@ class Ring:
 
     def conform(self, struct: "Ring") -> "Ring":
         """Give it the type of `struct`, a later state."""
-        leads = [*[1] * len(jax.tree.leaves(self.events, is_leaf=_lanes.is_laned)), 0, 0]
         arrays, targets = (jax.tree.leaves(ring, is_leaf=_lanes.is_laned) for ring in (self, struct))
-        return jax.tree.unflatten(
-            jax.tree.structure(struct, is_leaf=_lanes.is_laned),
-            [conform(*both) for both in zip(arrays, targets, leads, strict=True)],
-        )
+        leads = [*[1] * (len(arrays) - 1), 0]  # the events, and the count
+        conformed = [conform(*both) for both in zip(arrays, targets, leads, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(struct, is_leaf=_lanes.is_laned), conformed)
 
     @classmethod
     def from_struct(cls, struct: "Ring") -> "Ring":
@@ -111,7 +100,7 @@ def conform(x: Laned, target: Laned, lead: int = 0) -> Laned:
     return Laned(typed_like(wide.tree, target.tree), target.flags)
 
 
-def _lanes_of_valid(event: Bundle) -> tuple[Any, Laned | None]:
+def _happens(event: Bundle) -> tuple[Any, Laned | None]:
     """Whether the event happens, and the same with its lanes if that depends on the lane."""
     if event.valid is None:
         return jnp.ones((), bool), None
@@ -127,6 +116,6 @@ def _put(slot: Any, where: Any, by_lane: Laned | None, slots: Laned, x: Laned) -
         return Laned(lax.dynamic_update_index_in_dim(slots.tree, new, slot, 0), x.flags)
     x = _lanes.widen(x, union("", x, by_lane))
     numbers = jnp.arange(slots.tree.shape[0], dtype=jnp.int32).reshape((-1,) + (1,) * slot.ndim)
-    here = Laned((numbers == slot) & where, by_lane.flags)
+    here = Laned((numbers == slot[None]) & where[None], by_lane.flags)
     mask = _lanes.expand_to(here, x.flags, slots.tree.ndim, lead=1)
-    return Laned(jnp.where(mask, x.tree[None], slots.tree), x.flags)
+    return Laned(jnp.where(mask, jnp.expand_dims(x.tree, 0), slots.tree), x.flags)

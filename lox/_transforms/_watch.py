@@ -1,8 +1,8 @@
 """`lox.watch`: the first NaN or infinity, and the events before it.
 
-A flag in the state says whether an event has failed. Until then every event is checked on the device, and goes into the
-ring of its line. Loops are split into blocks of iterations, which only do that: no branch and no host call. In between,
-and outside of loops, the host is called if the flag says so, and gets the rings.
+The state has the number of the event that has failed. Until there is one, every event is checked on the device, and
+goes into the ring of its line. Loops are split into blocks of iterations, which only do that: no branch and no host
+call. In between, and outside of loops, the host is called if an event has failed, and gets the rings.
 """
 
 import collections
@@ -39,14 +39,16 @@ from lox._transforms._tap import run
 _EVENTS = 100
 _FEWEST, _MOST = _EVENTS // 2, 2 * _EVENTS  # if a loop can then be split into equal blocks
 
-_NOTHING = jax.tree.structure(())
+# Events have odd numbers, which never become 0, even after an overflow.
+_NONE = 0  # has failed
+_TOLD = -2  # the host knows of the event that has failed
 
 
 @dataclasses.dataclass(frozen=True)
 class Record(Handler):
     """Checks events and records them, until one fails.
 
-    The state is whether one has failed, the number of events so far, and a ring for every line.
+    The state has the number of the event that has failed, that of the last event, and a ring for every line.
     """
 
     selection: Selection
@@ -63,8 +65,8 @@ class Record(Handler):
 
     def initial_state(self) -> dict[str, Any]:
         """Nothing has failed yet."""
-        failed, count = Laned(jnp.zeros((), bool)), Laned(jnp.zeros((), jnp.int32))
-        return {"failed": failed, "count": count, "rings": collections.OrderedDict()}
+        failed, number = Laned(jnp.full((), _NONE, jnp.int32)), Laned(jnp.full((), -1, jnp.int32))
+        return {"failed": failed, "number": number, "rings": collections.OrderedDict()}
 
     def event(self, frame: Frame, event: Event) -> None:
         """Record the event, and let it flow on unchanged."""
@@ -80,25 +82,17 @@ class Record(Handler):
         if not (bad or self.last):
             return False
         bundle = jax.tree.map(_without_tangent, event.bundle(keys))
-        line = Line.of(bundle, selected, frame.devices)
+        line = Line.of(bundle, selected if bad else (), frame.devices)
 
-        valid = [] if event.valid is None else [event.valid]
-        lanes = _lanes.union(*map(_lanes.lanes_of, [*bad, *valid]))
-        assert lanes is not None  # all belong to one event
-        none = jnp.zeros(lanes.present(), bool)
-        fails = functools.reduce(jnp.logical_or, [_lanes.widen(x, lanes).tree for x in bad], none)
-        for x in valid:
-            fails &= _lanes.widen(x, lanes).tree
-        failed = jnp.any(frame.state["failed"].tree)
-
-        number = jnp.max(frame.state["count"].tree) + 1
+        failed, number = _first(frame.state["failed"]), jnp.max(frame.state["number"].tree) + 2
         bundle = dataclasses.replace(bundle, steps={**bundle.steps, ORDER: Laned(number)})
         rings = frame.state["rings"].copy()
         ring = rings.get(line)
         ring = Ring.empty(bundle, self.last or 1) if ring is None else ring
-        rings[line] = ring.take(bundle, ~failed, Laned(fails & ~failed, lanes.flags))
-        state = {"failed": Laned(failed | jnp.any(fails)), "count": Laned(number), "rings": rings}
-        frame.state = {**frame.state, **state}
+        rings[line] = ring.take(bundle, failed == _NONE)
+        if bad:
+            failed = jnp.where((failed == _NONE) & _fails(bad, event.valid), number, failed)
+        frame.state = {**frame.state, "failed": Laned(failed), "number": Laned(number), "rings": rings}
         return True
 
     def allows(self, frame: Frame, struct: Any) -> bool:
@@ -111,11 +105,8 @@ class Record(Handler):
         for line, target in struct["rings"].items():
             ring = state["rings"].get(line)
             rings[line] = Ring.from_struct(target) if ring is None else ring.conform(target)
-        changed = {"rings": rings}
-        for name, joined in (("failed", jnp.any), ("count", jnp.max)):
-            target = struct[name]
-            changed[name] = Laned(typed_like(joined(state[name].tree), target.tree), target.flags)
-        frame.state = {**state, **changed}
+        joined = {"failed": _first(state["failed"]), "number": jnp.max(state["number"].tree)}
+        frame.state = {**state, **{name: _like(x, struct[name]) for name, x in joined.items()}, "rings": rings}
 
     def split_state(self, state: dict[str, Any], keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
         """Split the rings by key; all else takes part."""
@@ -146,24 +137,36 @@ class Watch(Record):
         return {**super().initial_state(), "token": _emit.new_token()}
 
     def event(self, frame: Frame, event: Event) -> None:
-        """Record the event and report it if it has failed, and let it flow on unchanged."""
-        if self.record(frame, event.in_scope()):
+        """Record the event, and let it flow on unchanged; outside of programs, report it at once if it has failed."""
+        recorded = self.record(frame, event.in_scope())
+        if recorded and not isinstance(_compat.current_trace(), _compat.StagingTrace):
             self.check(frame)
         bind(event)
+
+    def leave(self, frame: Frame, before: dict[str, Any]) -> None:
+        """Check once for all events of a block: a program with many checks takes long to compile."""
+        if self.last is None or frame.state["number"].tree is not before["number"].tree:
+            self.check(frame)
 
     def check(self, frame: Frame) -> None:
         """Call the host if an event has failed."""
         rings, sent = frame.state["rings"], []
-        for line, ring in rings.items():
-            nothing = (_NOTHING,) * len(line.watched)
-            sent += [Bundle([], {}, ring.failed, line.watched, nothing, True, Site(line.site)), ring.recorded()]
-        failed = jnp.any(frame.state["failed"].tree)
-        if isinstance(failed, _compat.Tracer) or np.asarray(_compat.own_copy(failed)):
+        if not any(line.watched for line in rings):
+            return
+        failed = _first(frame.state["failed"])
+        if isinstance(failed, _compat.Tracer) or np.asarray(_compat.own_copy(failed)) != _NONE:
+            for line, ring in rings.items():
+                sent += [_mark(line, ring, failed), self.leaving(ring.recorded())]
             token, options = frame.state["token"], dict(signal=RECORD, conditional=True, everywhere=True)
             token = _emit.emit(self.deliver, sent, token, self.route(frame), **options)
-            frame.state = {**frame.state, "token": token}
-        kept = {} if self.last is None else {line: ring.told() for line, ring in rings.items()}
+            told = jnp.where(failed == _NONE, failed, jnp.full_like(failed, _TOLD))
+            frame.state = {**frame.state, "token": token, "failed": Laned(told)}
+        kept = {} if self.last is None else rings
         frame.state = {**frame.state, "rings": collections.OrderedDict(kept)}
+
+    def leaving(self, bundle: Bundle) -> Bundle:
+        """The events to send to the host."""
+        return bundle
 
     def route(self, frame: Frame) -> Laned | None:
         """The numbers of the runs that the events belong to."""
@@ -187,8 +190,9 @@ class Watch(Record):
         return Checked(self, max(iterations, 1))
 
     def finish(self, frame: Frame) -> Any:
-        """Return the last token."""
-        token, failed = frame.state["token"], jnp.any(frame.state["failed"].tree)
+        """Check what was not checked; return the last token."""
+        self.check(frame)
+        token, failed = frame.state["token"], jnp.any(frame.state["failed"].tree != _NONE)
         if not isinstance(failed, _compat.Tracer) and len(failed.sharding.device_set) == 1:
             return token
         flag = Bundle([Laned(failed.astype(jnp.int32))], {}, None, ("",), (SINGLE,), True, Site(""))
@@ -205,7 +209,7 @@ class Checked:
     def run(self, frame: Frame, bounded: bool, execute: Callable[[Frame], Any], room_for: int | None = None) -> Any:
         """Run a block by `execute(frame)`, which records its events, then check."""
         del bounded, room_for
-        state = {name: x for name, x in frame.state.items() if name in ("failed", "count", "rings")}
+        state = {name: x for name, x in frame.state.items() if name in ("failed", "number", "rings")}
         record = Record(self.watch.selection, self.watch.last)
         inner = Frame(record, state, scope=frame.eqn_scope, alike=frame.alike, devices=frame.devices)
         out = execute(inner)
@@ -215,6 +219,37 @@ class Checked:
 
     def flush(self, frame: Frame, room_for: int | None = None) -> None:
         """Nothing waits."""
+
+
+def _first(failed: Laned) -> Any:
+    """The number of the event that has failed first, on all devices together."""
+    if not failed.tree.ndim:
+        return failed.tree
+    most = jnp.iinfo(jnp.int32).max
+    first = jnp.min(jnp.where(failed.tree == _NONE, most, failed.tree))
+    return jnp.where(first == most, _NONE, first)
+
+
+def _like(x: Any, target: Laned) -> Laned:
+    return Laned(typed_like(x, target.tree), target.flags)
+
+
+def _mark(line: Line, ring: Ring, failed: Any) -> Bundle:
+    """Say which event has failed, if it is from this line: the condition for a host call."""
+    order = ring.events.steps[ORDER]
+    here = Laned(jnp.any(order.tree == failed, 0), order.flags) if line.watched else Laned(jnp.zeros((), bool))
+    count = len(line.watched)
+    return Bundle([Laned(failed)] * count, {}, here, line.watched, (SINGLE,) * count, True, Site(line.site))
+
+
+def _fails(bad: list[Laned], valid: Laned | None) -> Any:
+    """Whether an event fails in any lane in which it happens."""
+    if valid is None:
+        return functools.reduce(jnp.logical_or, [jnp.any(x.tree) for x in bad])
+    lanes = _lanes.union(*map(_lanes.lanes_of, [*bad, valid]))
+    assert lanes is not None  # all belong to one event
+    *wide, happens = [_lanes.widen(x, lanes).tree for x in [*bad, valid]]
+    return jnp.any(functools.reduce(jnp.logical_or, wide) & happens)
 
 
 def _all_keys(meta: Meta, scope: str) -> list[str]:
@@ -248,14 +283,18 @@ def watch(
     ...
     ...     return jax.lax.scan(step, x, jnp.arange(100))
     >>> try:
-    ...     lox.spool(lox.watch(f))(9.0)
+    ...     lox.spool(lox.watch(f, last=3))(9.0)
     ... except lox.NonFiniteError as error:
     ...     print(error)
+    ...     print("the last steps:", error.logs.step["x"])
     'x' is inf at step=5.
       logged at ...
+    the last steps: [3 4 5]
 
-    It only adds a check of each value to the program, on the device; the host is called only when one fails. The logs
-    flow on as without it: to an outer `spool` or `tap`, or else to the console.
+    Every value is checked on the device, where the program keeps what the error says; the host is called only if one
+    has failed. Loops are checked after every 100 events of a key or so, and at their end: the error comes a little
+    later than the value, and names the right one. Outside of loops it comes at once. The logs flow on as without it: to
+    an outer `spool` or `tap`, or else to the console.
 
     Args:
         fun: Any function of JAX arrays, jitted or not.
@@ -263,25 +302,50 @@ def watch(
             error is raised. It must not call JAX.
         argnames: Watch these keys only; globs such as `"train/*"` are allowed.
         tags: Watch logs with one of these tags only.
+        last: Keep the last events of every key, watched or not, up to this number, in each lane: a flight recorder.
+            `error.logs` has them, up to the one that failed. Each log line needs memory for as many events on the
+            device. By default, `error.logs` has only the event that failed.
 
     Returns:
         A function with the signature and result of `fun`.
 
     Raises:
         NonFiniteError: At the call; it says which key, at which steps, in which lane, and where it was logged.
+        OptionError: `last` is not a positive integer.
+    """
+    watching = watcher(Watch, Report, callback, argnames, tags, last)
+
+    @wraps(fun)
+    def watched(*args: P.args, **kwargs: P.kwargs) -> R:
+        return watching(fun, args, kwargs)
+
+    return watched
+
+
+def watcher(
+    kind: type[Watch],
+    reporting: type[Report],
+    callback: Callable[[NonFiniteError], Any] | None,
+    argnames: str | Iterable[str] | None,
+    tags: str | Iterable[str] | None,
+    last: int | None,
+    *options: Any,
+) -> Callable[..., Any]:
+    """How `watch` with these options calls a function: `(fun, args, kwargs, **given)`.
+
+    `given` becomes part of the state of the handler, whose class is `kind`; `options` are those of the host function.
     """
     if callback is not None and not callable(callback):
         raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of an error.")
     last = count_option("last", last)
-    report = one_for(_raise if callback is None else callback, Report, last)
+    report = one_for(_raise if callback is None else callback, reporting, last, *options)
     selection = Selection.of(argnames, tags)
 
-    @wraps(fun)
-    def watched(*args: P.args, **kwargs: P.kwargs) -> R:
+    def watching(fun: Callable[..., Any], args: Any, kwargs: Any, **given: Any) -> Any:
         connection = connect(report)
-        return run(Watch(selection, last, connection.deliver), fun, args, kwargs, connection, {})
+        return run(kind(selection, last, connection.deliver), fun, args, kwargs, connection, given)
 
-    return watched
+    return watching
 
 
 def _raise(error: NonFiniteError) -> None:
