@@ -140,15 +140,15 @@ class Watch(Record):
         """Record the event, and let it flow on unchanged; outside of programs, report it at once if it has failed."""
         recorded = self.record(frame, event.in_scope())
         if recorded and not isinstance(_compat.current_trace(), _compat.StagingTrace):
-            self.check(frame)
+            self.report(frame)
         bind(event)
 
     def leave(self, frame: Frame, before: dict[str, Any]) -> None:
         """Check once for all events of a block: a program with many checks takes long to compile."""
         if self.last is None or frame.state["number"].tree is not before["number"].tree:
-            self.check(frame)
+            self.report(frame)
 
-    def check(self, frame: Frame) -> None:
+    def report(self, frame: Frame) -> None:
         """Call the host if an event has failed."""
         rings, sent = frame.state["rings"], []
         if not any(line.watched for line in rings):
@@ -157,8 +157,8 @@ class Watch(Record):
         if isinstance(failed, _compat.Tracer) or np.asarray(_compat.own_copy(failed)) != _NONE:
             for line, ring in rings.items():
                 sent += [_mark(line, ring, failed), self.leaving(ring.recorded())]
-            token, options = frame.state["token"], dict(signal=RECORD, conditional=True, everywhere=True)
-            token = _emit.emit(self.deliver, sent, token, self.route(frame), **options)
+            options: Any = dict(signal=RECORD, conditional=True, everywhere=True)
+            token = _emit.emit(self.deliver, sent, frame.state["token"], self.route(frame), **options)
             told = jnp.where(failed == _NONE, failed, jnp.full_like(failed, _TOLD))
             frame.state = {**frame.state, "token": token, "failed": Laned(told)}
         kept = {} if self.last is None else rings
@@ -191,7 +191,7 @@ class Watch(Record):
 
     def finish(self, frame: Frame) -> Any:
         """Check what was not checked; return the last token."""
-        self.check(frame)
+        self.report(frame)
         token, failed = frame.state["token"], jnp.any(frame.state["failed"].tree != _NONE)
         if not isinstance(failed, _compat.Tracer) and len(failed.sharding.device_set) == 1:
             return token
@@ -214,7 +214,7 @@ class Checked:
         inner = Frame(record, state, scope=frame.eqn_scope, alike=frame.alike, devices=frame.devices)
         out = execute(inner)
         frame.state = {**frame.state, **inner.state}
-        self.watch.check(frame)
+        self.watch.report(frame)
         return out
 
     def flush(self, frame: Frame, room_for: int | None = None) -> None:
