@@ -17,7 +17,7 @@ from lox import _compat
 from lox._data import _lanes
 from lox._data._bundle import Bundle, Keys
 from lox._data._lanes import Laned
-from lox._transforms._state import typed_like, union
+from lox._transforms._state import conform, union
 
 ORDER = "order of events"  # the step with the number of an event
 
@@ -92,12 +92,6 @@ class Ring:
     def from_struct(cls, struct: "Ring") -> "Ring":
         """The empty ring with the type of `struct`."""
         return jax.tree.map(_compat.zeros_of, struct)
-
-
-def conform(x: Laned, target: Laned, lead: int = 0) -> Laned:
-    """Widen an array to the lanes of `target`, with exactly its type."""
-    wide = _lanes.widen(x, _lanes.lanes_of(target, lead), lead)
-    return Laned(typed_like(wide.tree, target.tree), target.flags)
 
 
 def _happens(event: Bundle) -> tuple[Any, Laned | None]:

@@ -293,8 +293,8 @@ def watch(
 
     Every value is checked on the device, where the program keeps what the error says; the host is called only if one
     has failed. Loops are checked after every 100 events of a key or so, and at their end: the error comes a little
-    later than the value, and names the right one. Outside of loops it comes at once. The logs flow on as without it: to
-    an outer `spool` or `tap`, or else to the console.
+    later than the value, and names the right one. Without loops it comes at once, or when a jitted function returns.
+    The logs flow on as without it: to an outer `spool` or `tap`, or else to the console.
 
     Args:
         fun: Any function of JAX arrays, jitted or not.
