@@ -55,11 +55,24 @@ class NonFiniteError(LoxError, FloatingPointError):
         steps: The steps it was logged with.
         lane: The index in each surrounding vmap, outermost first; empty if there is none.
         site: The line that logged it.
+        logs: The last events up to this one, as a `logdict` of NumPy arrays with an event axis: of all keys and lanes
+            with `lox.watch(f, last=100)`, else of the keys that were logged together with it. None if only another
+            process of the program knows.
     """
 
-    def __init__(self, key: str, path: str, value: Any, steps: dict[str, Any], lane: tuple[int, ...], site: str):
-        super().__init__(key, path, value, steps, lane, site)
+    def __init__(
+        self,
+        key: str,
+        path: str,
+        value: Any,
+        steps: dict[str, Any],
+        lane: tuple[int, ...],
+        site: str,
+        logs: Any = None,
+    ):
+        super().__init__(key, path, value, steps, lane, site)  # not the logs: they would fill a screen
         self.key, self.path, self.value, self.steps, self.lane, self.site = key, path, value, steps, lane, site
+        self.logs = logs
 
     def __str__(self) -> str:
         if self.value is None:

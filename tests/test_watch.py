@@ -1,5 +1,7 @@
 """watch: the first NaN or infinity."""
 
+import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ from jax import lax
 from optional import devices
 
 import lox
+from lox import _compat
 
 
 def squares(x: Any) -> Any:
@@ -170,3 +173,339 @@ def test_two_lines_with_the_same_key(wrap: Any) -> None:
         assert info.value.site.endswith(
             f":{f.__code__.co_firstlineno + 1 + number} (test_two_lines_with_the_same_key.f)"
         )
+
+
+# --- against a plain simulation -------------------------------------------------------------------
+
+Simulated = tuple[str, dict[str, Any], tuple[int, ...], Any, dict[Any, list[Any]]]
+
+
+def simulate(events: list[Any], last: int | None, lanes: int | None) -> Simulated | None:
+    """What `watch` has to say of events that came one by one, from nothing but their values."""
+    kept: dict[Any, list[Any]] = {}
+    for logs in events:
+        views: dict[Any, Any] = {"": logs} if lanes is None else {lane: logs.lane(lane) for lane in range(lanes)}
+        failed = None
+        for lane, view in views.items():
+            for key in view:
+                values = [np.atleast_1d(x) for x in jax.tree.leaves(view[key])]
+                if lanes is not None and key in logs.valid:
+                    values = [x[0] if len(x) else None for x in values]  # a lane that may lack the event has an axis
+                if any(x is None for x in values):
+                    continue
+                steps = {name: np.ravel(by_key[key]).tolist() for name, by_key in view.steps.items() if key in by_key}
+                kept.setdefault((lane, key), []).append(([np.ravel(x).tolist() for x in values], steps))
+                inexact = [x for x in values if np.issubdtype(np.asarray(x).dtype, np.inexact)]
+                if failed is None and not all(np.isfinite(x).all() for x in inexact):
+                    bad = next(x for x in inexact if not np.isfinite(x).all())
+                    failed = key, {n: s[0] for n, s in steps.items()}, () if lanes is None else (lane,), np.ravel(bad)
+        if failed is not None:
+            names = {key for _, key in kept} if last else set(logs)
+            return *failed, {place: found[-(last or 1) :] for place, found in sorted(kept.items()) if place[1] in names}
+    return None
+
+
+def described(error: lox.NonFiniteError, lanes: int | None) -> Simulated:
+    recorded: dict[Any, list[Any]] = {}
+    for lane in [""] if lanes is None else range(lanes):
+        logs = error.logs if lanes is None else error.logs.lane(lane)
+        for key in logs:
+            for n in range(len(jax.tree.leaves(logs[key])[0])):
+                values = [np.ravel(x[n]).tolist() for x in jax.tree.leaves(logs[key])]
+                steps = {
+                    name: np.ravel(by_key[key][n]).tolist() for name, by_key in logs.steps.items() if key in by_key
+                }
+                steps = {name: step for name, step in steps.items() if step != [-1]}  # of another line
+                recorded.setdefault((lane, key), []).append((values, steps))
+    return error.key, error.steps, error.lane, np.ravel(error.value), dict(sorted(recorded.items()))
+
+
+def doubling(x: Any, i: Any) -> Any:
+    x = x * 2
+    lox.log({"x": x, "n": i}, step=i)
+    return x, None
+
+
+def scanned(length: int) -> Any:
+    return lambda x: lax.scan(doubling, x, jnp.arange(length))[0]
+
+
+def looped(x: Any) -> Any:
+    def body(c: Any) -> Any:
+        n, x = c
+        lox.log({"x": x}, step=n)
+        return n + 1, x * 2
+
+    return lax.while_loop(lambda c: c[0] < 300, body, (0, x))[1]
+
+
+def uneven(x: Any) -> Any:
+    """A while loop that ends at another iteration in every lane."""
+
+    def body(c: Any) -> Any:
+        n, x = c
+        lox.log({"x": x, "same": 3}, step=n)
+        return n + 1, x * 8
+
+    return lax.while_loop(lambda c: (c[1] < 1e30) | (c[1] > 1e36), body, (0, x))[1]
+
+
+def nested(x: Any) -> Any:
+    def outer(x: Any, i: Any) -> Any:
+        lox.log({"outer": x}, step=i)
+        x = lax.scan(doubling, x, jnp.arange(i.dtype.type(7)))[0]
+        lox.log({"x": -x}, step=i + 1000)
+        return x, None
+
+    return lax.scan(outer, x, jnp.arange(40))[0]
+
+
+def many_inside(x: Any) -> Any:
+    """An iteration with so many events that the loop around it is not split."""
+
+    def outer(x: Any, i: Any) -> Any:
+        x = lax.scan(doubling, x, jnp.arange(130))[0]
+        lox.log({"end": x}, step=i)
+        return x / 2.0**125, None
+
+    return lax.scan(outer, x, jnp.arange(3))[0]
+
+
+def counted(x: Any) -> Any:
+    return lax.fori_loop(0, 230, lambda i, x: doubling(x, i)[0], x)
+
+
+def branched(x: Any) -> Any:
+    def step(x: Any, i: Any) -> Any:
+        def odd(x: Any) -> Any:
+            lox.log({"odd": x, "i": i}, step=i)
+            return x * 3
+
+        def even(x: Any) -> Any:
+            lox.log({"even": -x})
+            return x * 2
+
+        x = lax.cond(i % 3 == 1, odd, even, x)
+        lox.log({"some": x}, where=i % 2 == 0, step=i)
+        return x, None
+
+    return lax.scan(step, x, jnp.arange(150))[0]
+
+
+def several_lines(x: Any) -> Any:
+    """One key from several lines, also with other steps and other types."""
+    lox.log({"x": x, "first": 1})
+
+    def step(x: Any, i: Any) -> Any:
+        lox.log({"x": x}, step=i)
+        x = jax.checkpoint(lambda x: x * 2)(x)
+        lox.log({"y": {"a": x, "b": (i, jnp.stack([x, -x]))}})
+        lox.log({"x": x * 1.5, "i": i}, epoch=i)
+        return x, None
+
+    return jax.jit(lambda x: lax.scan(step, x, jnp.arange(150), reverse=True)[0])(x)
+
+
+def unrolled(x: Any) -> Any:
+    x = x * 2.0**122
+    for i in range(9):
+        x, _ = doubling(x, i)
+    return x
+
+
+PROGRAMS: dict[str, Any] = {
+    "scan": scanned(170),
+    "scan in blocks": scanned(1000),
+    "scan with a rest": scanned(1009),
+    "while": looped,
+    "nested": nested,
+    "many inside": many_inside,
+    "fori": counted,
+    "branches": branched,
+    "several lines": several_lines,
+    "unrolled": unrolled,
+    "remat": jax.checkpoint(lambda x: lax.scan(jax.checkpoint(doubling), x, jnp.arange(170))[0]),
+    "value_and_grad": jax.value_and_grad(scanned(170)),
+    "uneven": uneven,
+}
+LASTS = [None, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", LASTS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_against_a_simulation(name: str, last: int | None) -> None:
+    fun, x = PROGRAMS[name], jnp.float32(1.5)
+    events: list[Any] = []
+    lox.tap(fun, events.append)(x)
+    want = simulate(events, last, None)
+    errors: list[lox.NonFiniteError] = []
+    assert (want is None) == (name == "uneven")
+    watched = lox.watch(fun, errors.append, last=last)
+    for form in (watched, jax.jit(watched), lox.watch(jax.jit(fun), errors.append, last=last)):
+        errors.clear()
+        form(x)
+        jax.effects_barrier()
+        assert [repr(described(e, None)) for e in errors] == ([] if want is None else [repr(want)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", LASTS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_against_a_simulation_in_lanes(name: str, last: int | None) -> None:
+    fun, xs = jax.vmap(PROGRAMS[name]), jnp.float32([2.0**-20, 3.0, 1.5])
+    events: list[Any] = []
+    lox.tap(fun, events.append)(xs)
+    want = simulate(events, last, 3)
+    errors: list[lox.NonFiniteError] = []
+    jax.jit(lox.watch(fun, errors.append, last=last))(xs)
+    jax.effects_barrier()
+    assert [repr(described(e, 3)) for e in errors] == ([] if want is None else [repr(want)])
+    # Outside of the vmap, the lanes that have not failed go on to the end of their block.
+    errors.clear()
+    jax.jit(jax.vmap(lox.watch(PROGRAMS[name], errors.append, last=last)))(xs)
+    jax.effects_barrier()
+    assert bool(errors) == (want is not None)  # once for each block in which lanes fail
+    if want is not None:
+        error, (lane,) = described(errors[0], 3), want[2]
+        failed = {place: found for place, found in want[4].items() if place[0] == lane}
+        assert repr(error[:4]) == repr(want[:4])
+        assert repr({place: found for place, found in error[4].items() if place[0] == lane}) == repr(failed)
+
+
+# --- the flight recorder --------------------------------------------------------------------------
+
+
+def loops(jaxpr: Any) -> Iterator[Any]:
+    """The bodies of all loops."""
+    for eqn in _compat.split_jaxpr(jaxpr)[0].eqns:
+        for inside in _compat.sub_jaxprs(eqn.params):
+            yield from loops(inside)
+        if eqn.primitive.name in ("scan", "while"):
+            yield eqn.params["jaxpr" if eqn.primitive.name == "scan" else "body_jaxpr"]
+
+
+def primitives(jaxpr: Any) -> Iterator[str]:
+    for eqn in _compat.split_jaxpr(jaxpr)[0].eqns:
+        yield eqn.primitive.name
+        for inside in _compat.sub_jaxprs(eqn.params):
+            yield from primitives(inside)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fun", [scanned(1000), scanned(1009), looped, nested])
+def test_a_loop_has_neither_host_calls_nor_branches(fun: Any) -> None:
+    for last in (None, 7):
+        watched = lox.nolog(lox.watch(fun, last=last))
+        bodies = [list(primitives(body)) for body in loops(jax.make_jaxpr(jax.jit(watched))(1.0))]
+        assert not {"lox_emit", "cond"} & {*bodies[0]}  # the innermost comes first
+        assert sum("lox_emit" in body for body in bodies) <= 1  # between blocks
+        innermost = next(loops(jax.make_jaxpr(watched)(1.0)))
+        assert max(x.size for x in _compat.in_avals(innermost)) == (last or 1)
+
+
+@pytest.mark.slow
+def test_long_loops_stop_soon() -> None:
+    """The error comes after a block, not after the loop."""
+    seen: list[int] = []
+
+    def fun(x: Any) -> Any:
+        def body(c: Any) -> Any:
+            n, x = c
+            lox.log({"x": x}, step=n)
+            return n + 1, x * 2
+
+        return lax.while_loop(lambda c: c[0] < 10**6, body, (0, x))
+
+    for f in (fun, lambda x: lax.scan(doubling, x, jnp.arange(10**6))[0]):
+        seen.clear()
+        with pytest.raises(lox.NonFiniteError, match=r"'x' is inf at step=12[78]\."):
+            lox.watch(lox.tap(f, lambda logs: seen.append(1), argnames="x", interval=10))(1.5)
+        assert 13 <= len(seen) <= 40
+
+
+def test_a_key_that_is_logged_with_different_shapes() -> None:
+    """`watch` is no stricter than the function; `error.logs` has the newest events, as many as fit together."""
+
+    def f(x: Any) -> None:
+        for value in (jnp.ones(3), jnp.ones(2), jnp.ones(3), jnp.stack([x, x])):
+            lox.log({"x": value})
+
+    for g in (f, jax.jit(f)):
+        with pytest.raises(lox.NonFiniteError) as info:
+            lox.watch(g, last=10)(jnp.nan)
+        np.testing.assert_array_equal(info.value.logs["x"], [[1, 1], [np.nan, np.nan]])
+
+
+def test_prng_keys_and_keys_that_are_not_watched_are_recorded() -> None:
+    def f(x: Any) -> None:
+        def step(key: Any, i: Any) -> Any:
+            lox.log({"key": key, "bad": jnp.nan}, step=i)
+            lox.log({"x": x / (3 - i).astype(jnp.float32)}, step=i)
+            return jax.random.split(key, 1)[0], None
+
+        lax.scan(step, jax.random.key(0), jnp.arange(5))
+
+    with pytest.raises(lox.NonFiniteError) as info:
+        lox.watch(f, argnames="x", last=2)(1.0)
+    logs = info.value.logs
+    assert info.value.key == "x" and list(logs) == ["key", "bad", "x"]
+    assert logs.step["key"].tolist() == logs.step["x"].tolist() == [2, 3]
+    with pytest.raises(lox.NonFiniteError) as info:
+        lox.watch(f, argnames="x")(1.0)
+    assert {key: x.tolist() for key, x in info.value.logs.items()} == {"x": [np.inf]}
+
+
+@pytest.mark.slow
+def test_every_device_records_its_own() -> None:
+    mesh = jax.sharding.Mesh(devices(8), ("d",))
+    spec = jax.sharding.PartitionSpec("d")
+    sharded = jax.shard_map(lambda x: squares(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec)
+    for f in (lox.watch(sharded, last=3), lox.watch(jax.jit(sharded), last=3)):
+        with pytest.raises(lox.NonFiniteError) as info:
+            f(jnp.ones(8).at[3].set(9.0))
+        assert (info.value.key, info.value.steps) == ("x", {"step": 5})
+        assert np.ravel(info.value.logs["n"]).tolist() == [3, 4, 5]
+
+
+def test_last_has_to_be_a_positive_integer() -> None:
+    for last in (0, -1, 1.5, True):
+        with pytest.raises(lox.OptionError, match=f"`last` is {last}; it must be a positive integer"):
+            lox.watch(squares, last=last)  # type: ignore[arg-type]
+
+
+def test_an_error_can_be_pickled_with_its_logs() -> None:
+    with pytest.raises(lox.NonFiniteError) as info:
+        lox.watch(squares, last=2)(9.0)
+    copy = pickle.loads(pickle.dumps(info.value))
+    assert str(copy) == str(info.value) and copy.logs["n"].tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_logger_writes_the_last_events(tmp_path: Any, wrap: Any) -> None:
+    with lox.SaveLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0))
+        with pytest.raises(lox.NonFiniteError, match="'x' is inf at step=5"):
+            logger.watch(wrap(squares), state, last=3)(9.0)
+        assert logger.watch(wrap(squares), state, last=3)(0.5) == 0
+        logger.log(state, {"after": 1})  # the logger is still usable
+        logger.flush()
+        errors: list[Any] = []
+        logger.watch(wrap(squares), state, errors.append, prefix="again/")(9.0)
+        assert len(errors) == 1
+    logs = lox.load(tmp_path, key=jax.random.key(0))
+    assert logs["n"].tolist() == logs.step["x"].tolist() == [3, 4, 5]
+    assert logs["after"].tolist() == [1] and logs["again/n"].tolist() == [5]
+
+
+@pytest.mark.slow
+def test_every_run_gets_its_lanes(tmp_path: Any) -> None:
+    prng_keys = jax.random.split(jax.random.key(0), 3)
+    with lox.SaveLogger(tmp_path) as logger:
+        states = jax.vmap(logger.init)(prng_keys)
+        xs = jnp.array([0.5, 9.0, 20.0])
+        with pytest.raises(lox.NonFiniteError, match="'x' is inf at step=4 in lane 2"):
+            jax.vmap(lambda state, x: logger.watch(squares, state, last=3)(x))(states, xs)
+    runs = [lox.load(tmp_path, key=key) for key in prng_keys]
+    assert [logs.step["x"].tolist() for logs in runs] == [[97, 98, 99], [3, 4, 5], [2, 3, 4]]
+    assert [np.isfinite(logs["x"]).tolist()[-1] for logs in runs] == [True, False, False]

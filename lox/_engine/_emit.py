@@ -160,6 +160,7 @@ def _abstract_eval(token: Any, *avals: Any, form: "Form", ordered: bool, **param
 BEGIN = "begin"  # signal: begin with an empty buffer, whose number becomes the token
 FLUSH = "flush"  # signal: deliver what is buffered
 END = "end"  # signal: end the runs of the route
+RECORD = "record"  # signal: with `conditional`, only single events count; what else there is comes with them
 RELEASE = "release"  # signal: the end of a program on several devices; with `everywhere`, whether any has failed
 
 
@@ -230,7 +231,8 @@ class Form:
 
     def any_valid(self, operands: Iterable[Any]) -> Any:
         """Whether any event is valid in any lane."""
-        return _bundle.any_valid(self.content(operands).bundles)
+        bundles = self.content(operands).bundles
+        return _bundle.any_valid(b for b in bundles if b.single or self.signal != RECORD)
 
 
 class Packet:

@@ -94,6 +94,9 @@ class Handler:
         """Give `frame.state` the type `struct`, which the body of a loop returns."""
         raise NotImplementedError
 
+    def leave(self, frame: "Frame", before: Any) -> None:
+        """Called at the end of a block inside of the function, which began with the state `before`."""
+
     def before(self, frame: "Frame", find: Callable[[], dict[str, Tally]]) -> None:
         """Called at the outermost level before something with logs runs; `find()` says how many."""
 
@@ -104,7 +107,7 @@ class Handler:
         """The keys of a log that a tally counts."""
         raise NotImplementedError
 
-    def split(self, frame: "Frame", jaxprs: Iterable[Any]) -> "Blocks | None":
+    def split(self, frame: "Frame", jaxprs: Iterable[Any], length: int | None = None) -> "Blocks | None":
         """How to split a loop whose iterations run these jaxprs; None if it is not split."""
         return None
 
@@ -262,7 +265,8 @@ class Frame:
         self.keys[key] = self.keys.get(key, False) or certain
 
     def require_type(self, inner: "Frame", state: Any) -> None:
-        """Raise `Grown` if an inner block has changed the type of the state."""
+        """Let an inner block end; raise `Grown` if it has changed the type of the state."""
+        self.handler.leave(inner, state)
         if signature(inner.state) != signature(state):
             raise Grown(self, types_of(inner.state))
 

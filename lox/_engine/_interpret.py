@@ -281,9 +281,11 @@ class Transformed:
         self.outs = len(_compat.out_avals(jaxpr))
 
         def flat(*args: Any) -> list[Any]:
-            frame = Frame(handler, jax.tree.unflatten(state_tree, args[: len(leaves)]), *block)
+            before = jax.tree.unflatten(state_tree, args[: len(leaves)])
+            frame = Frame(handler, before, *block)
             with _compat.given_up_by(Retrace):
                 outs = interpret(frame, jaxpr, args[len(leaves) :])
+                handler.leave(frame, before)
             state_out, piece = jax.tree.leaves(frame.state), frame.piece()
             self.keys = frame.keys
             self.struct, self.piece = types_of(frame.state), types_of(piece)

@@ -136,7 +136,7 @@ def _scan(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
         foresee(frame, [jaxpr])
         return _loop(frame, step, init, xs, {**options, "length": length})
 
-    blocks = frame.handler.split(frame, [jaxpr])
+    blocks = frame.handler.split(frame, [jaxpr], length)
     if blocks is None:
         return iterate(frame, init, xs, length)
 

@@ -5,6 +5,7 @@ flow keeps working. What contains logs is rebuilt by `_interpret`.
 """
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ def _announced(frame: Frame, find: Callable[[], dict[str, Tally]]) -> Iterator[N
 
 # Primitives that JAX evaluates equation by equation outside of all transformations. Compiling them would require more.
 _EVALUATED = frozenset(["remat2", "checkpoint", "remat_opt", "custom_vmap_call"])
+_LOOPS = frozenset(["scan", "while"])
 # The errors of tracing where Python needs a value.
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -117,6 +119,12 @@ class LogTrace(PassingTrace):
                 with _compat.set_current_trace(self):
                     return primitive.impl(*tracers, **params)
             frame, handler = self.frame, self.frame.handler
+            staged = evaluating or handler.in_place or primitive.name not in _LOOPS
+            if not staged and _compat.underneath(self) is _compat.eval_trace:
+                # Inside of another transformation of lox, outside of jit: what the handler puts into the carry, and
+                # the host calls between blocks, belong into one program with the loop.
+                with _compat.set_current_trace(self):
+                    return jax.jit(functools.partial(primitive.bind, **params))(*tracers)
             frame.list_logs(primitive, params)
             with _announced(frame, lambda: tally_of(primitive, params, frame.here(), handler.counts)):
                 self._place_state(lambda: _compat.operands_of(params, tracers))

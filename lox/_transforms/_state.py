@@ -31,9 +31,10 @@ def typed_like(x: Any, like: Any) -> Any:
     return x | zeros if aval.dtype == bool else x + zeros
 
 
-def conform(x: Laned, target: Laned) -> Laned:
-    """Widen an array to the lanes of `target`, with exactly its type."""
-    return Laned(typed_like(_lanes.widen(x, _lanes.lanes_of(target)).tree, target.tree), target.flags)
+def conform(x: Laned, target: Laned, lead: int = 0) -> Laned:
+    """Widen an array to the lanes of `target`, which come after `lead` axes, with exactly its type."""
+    wide = _lanes.widen(x, _lanes.lanes_of(target, lead), lead)
+    return Laned(typed_like(wide.tree, target.tree), target.flags)
 
 
 def _varying_like(new: Any, old: Any) -> Any:

@@ -140,8 +140,9 @@ class Stream(Handler):
 
     # --- blocks of iterations ---
 
-    def split(self, frame: Frame, jaxprs: Iterable[Any]) -> "Blocks | None":
+    def split(self, frame: Frame, jaxprs: Iterable[Any], length: int | None = None) -> "Blocks | None":
         """How to split a loop whose iterations run these jaxprs; None if it cannot be split."""
+        del length
         if not self.buffer:
             return None
         total: dict[str, Tally] = {}

@@ -1,126 +1,58 @@
-"""`lox.watch`: the first NaN or infinity.
+"""`lox.watch`: the first NaN or infinity, and the events before it.
 
-A flag in the state says whether an event has failed. Until then every event is checked on the device; the host is
-called once, for the first that fails.
+The state has the number of the event that has failed. Until there is one, every event is checked on the device, and
+goes into the ring of its line. Loops are split into blocks of iterations, which only do that: no branch and no host
+call. In between, and outside of loops, the host is called if an event has failed, and gets the rings.
 """
 
+import collections
 import dataclasses
 import functools
-import itertools
-import math
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from lox import _compat, _errors
 from lox._data import _lanes
 from lox._data._bundle import Bundle, Site
-from lox._data._lanes import Laned, pick
+from lox._data._lanes import Laned
 from lox._data._logdict import SINGLE
-from lox._engine import _emit
-from lox._engine._devices import PLACE
-from lox._engine._emit import RELEASE, Deliver, Packet
+from lox._engine import _emit, _interpret
+from lox._engine._emit import RECORD, RELEASE, Deliver
 from lox._engine._event import Event, Meta
-from lox._engine._handler import Frame, Handler, Keep
+from lox._engine._handler import Frame, Handler, Keep, Tally
 from lox._engine._primitive import bind
 from lox._engine._selection import Names, Selection
 from lox._errors import NonFiniteError
-from lox._transforms._call import P, R, wraps
-from lox._transforms._deliver import HostFunction, connect, one_for
+from lox._transforms._call import P, R, count_option, wraps
+from lox._transforms._deliver import connect, one_for
+from lox._transforms._report import Report
+from lox._transforms._ring import ORDER, Line, Ring
 from lox._transforms._state import typed_like
 from lox._transforms._tap import run
 
+# The events of a key between two checks: so many that a check costs little, so few that it comes soon.
+_EVENTS = 100
+_FEWEST, _MOST = _EVENTS // 2, 2 * _EVENTS  # if a loop can then be split into equal blocks
 
-class Report(HostFunction):
-    """Describes the failed event to the callback.
-
-    If the program runs on several devices, and perhaps in several processes, an error on one of them would let the
-    others wait for it forever. So the event is kept until the program ends: then every process is told.
-    """
-
-    ordered = False
-
-    def __init__(self, callback: Callable[[NonFiniteError], Any]):
-        super().__init__(callback)
-        self._lock = threading.Lock()  # several devices may call at once
-        self._kept: dict[int, NonFiniteError] = {}  # by program
-        # The devices on which the failed program has ended, by program and number of devices.
-        self._ended: dict[tuple[int, int], set[int]] = {}
-
-    def __call__(self, packet: Packet, token: int = 0) -> None:
-        """Take the event, or the end of the program."""
-        program = min(token, ~token)
-        if packet.signal == RELEASE:
-            (flag,) = packet.content().bundles[0].values
-            if (device := int(flag.tree.max())) and (packet.eager or self._is_first(program, device)):
-                self._release(program, packet.eager)
-        elif (error := self._error(packet)) is None:
-            return
-        elif packet.one_of_several:
-            with self._lock:
-                self._kept.setdefault(program, error)
-                for known in [known for known in self._ended if known[0] == program]:
-                    del self._ended[known]  # it is another execution
-        else:
-            self.callback(error)
-
-    def _is_first(self, program: int, device: int) -> bool:
-        """Whether the failed program ends here first, of all devices of this process."""
-        with self._lock:
-            ended = self._ended.setdefault((program, math.isqrt(device - 1)), set())
-            if device in ended:  # when the program ran before
-                ended.clear()
-            ended.add(device)
-            return len(ended) == 1
-
-    def _release(self, program: int, eager: bool) -> None:
-        """Call the callback. What any device had to keep was kept before."""
-        with self._lock:
-            error = self._kept.pop(program, None)
-        if error is None:
-            if eager and _compat.this_process().processes == 1:
-                return  # it was told at once, by a program on one device
-            error = NonFiniteError("", "", None, {}, (), "")  # the other process knows more
-        self.callback(error)
-
-    def _error(self, packet: Packet) -> NonFiniteError | None:
-        (event,) = packet.content().bundles
-        event = event.even()
-        assert event.valid is not None  # which says where it failed
-        if not event.valid.tree.any():
-            return None
-        failed = iter(np.argwhere(event.valid.tree)[0])
-        lane = tuple(int(next(failed)) if flag else 0 for flag in event.valid.flags)  # the first, outermost vmap first
-        named = lane if any(event.valid.flags) else ()
-        places = {
-            name: event.steps.pop(name) for name in map(PLACE.format, range(len(event.values))) if name in event.steps
-        }
-        numbers = itertools.count()
-        for key in event.keys:
-            value = jax.tree.unflatten(event.treedef(key), [pick(x, lane) for x in event.leaves(key)])
-            for tree_path, x in jax.tree_util.tree_leaves_with_path(value):
-                place = places.get(PLACE.format(next(numbers)))
-                # As complex numbers, which all of them fit into.
-                if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x.astype(np.complex128)).all():
-                    steps = {name: pick(step, lane).item() for name, step in event.steps.items()}
-                    path = jax.tree_util.keystr(tree_path) + ("" if place is None else str(pick(place, lane).tolist()))
-                    return NonFiniteError(key, path, x, steps, named, str(event.site))
-        return None
+# Events have odd numbers, which never become 0, even after an overflow.
+_NONE = 0  # has failed
+_TOLD = -2  # the host knows of the event that has failed
 
 
 @dataclasses.dataclass(frozen=True)
-class Watch(Handler):
-    """Checks events until one fails. The state is the token, and whether one has failed."""
+class Record(Handler):
+    """Checks events and records them, until one fails.
+
+    The state has the number of the event that has failed, that of the last event, and a ring for every line.
+    """
 
     selection: Selection
-    deliver: Deliver
-
-    waits: ClassVar[bool] = True
-    claims: ClassVar[bool] = False
+    last: int | None
 
     @property
     def names(self) -> Names | None:
@@ -133,51 +65,200 @@ class Watch(Handler):
 
     def initial_state(self) -> dict[str, Any]:
         """Nothing has failed yet."""
-        return {"token": _emit.new_token(), "failed": Laned(jnp.zeros((), bool))}
+        failed, number = Laned(jnp.full((), _NONE, jnp.int32)), Laned(jnp.full((), -1, jnp.int32))
+        return {"failed": failed, "number": number, "rings": collections.OrderedDict()}
 
     def event(self, frame: Frame, event: Event) -> None:
-        """Check the selected keys, and let the event flow on unchanged."""
-        named = event.in_scope()
-        selected = self.selection.keys(named)
-        leaves = [x for key in selected for x in named.values[key]]
-        bad = [_not_finite(x) for x in leaves if jnp.issubdtype(x.tree.dtype, jnp.inexact)]
-        if bad:
-            valid = [] if event.valid is None else [event.valid]
-            lanes = _lanes.union(*map(_lanes.lanes_of, [*bad, *valid]))
-            assert lanes is not None  # all belong to one event
-            fails = functools.reduce(jnp.logical_or, [_lanes.widen(x, lanes).tree for x in bad])
-            for x in valid:
-                fails &= _lanes.widen(x, lanes).tree
-            failed = jnp.any(frame.state["failed"].tree)
-            named = named.replace(valid=Laned(fails & ~failed, lanes.flags))
-            failed_event = named.bundle(selected)
-
-            token = frame.state["token"]
-            token = _emit.emit(self.deliver, [failed_event], token, conditional=True, everywhere=True)
-            frame.state = {"token": token, "failed": Laned(failed | jnp.any(fails))}
+        """Record the event, and let it flow on unchanged."""
+        self.record(frame, event.in_scope())
         bind(event)
 
+    def record(self, frame: Frame, event: Event) -> bool:
+        """Check the selected keys, and add the event to the ring of its line; returns whether there was one to add."""
+        selected = tuple(self.selection.keys(event))
+        leaves = [x for key in selected for x in event.values[key]]
+        bad = [_not_finite(x) for x in leaves if jnp.issubdtype(x.tree.dtype, jnp.inexact)]
+        keys = selected if self.last is None else tuple(event.values)
+        if not (bad or self.last):
+            return False
+        bundle = jax.tree.map(_without_tangent, event.bundle(keys))
+        line = Line.of(bundle, selected if bad else (), frame.devices)
+
+        failed, number = _first(frame.state["failed"]), jnp.max(frame.state["number"].tree) + 2
+        bundle = dataclasses.replace(bundle, steps={**bundle.steps, ORDER: Laned(number)})
+        rings = frame.state["rings"].copy()
+        ring = rings.get(line)
+        ring = Ring.empty(bundle, self.last or 1) if ring is None else ring
+        rings[line] = ring.take(bundle, failed == _NONE)
+        if bad:
+            failed = jnp.where((failed == _NONE) & _fails(bad, event.valid), number, failed)
+        frame.state = {**frame.state, "failed": Laned(failed), "number": Laned(number), "rings": rings}
+        return True
+
     def allows(self, frame: Frame, struct: Any) -> bool:
-        """Allow it: the flag may begin to vary over devices."""
+        """Allow it: there may be new lines, and the flag may begin to vary over devices."""
         return True
 
     def extend(self, frame: Frame, struct: Any) -> None:
-        """Change the type of the flag, which may vary over devices inside shard_map."""
-        target = struct["failed"]
-        failed = Laned(typed_like(jnp.any(frame.state["failed"].tree), target.tree), target.flags)
-        frame.state = {**frame.state, "failed": failed}
+        """Start the rings of new lines empty, and let the others vary over devices where they do inside shard_map."""
+        state, rings = frame.state, collections.OrderedDict[Line, Ring]()
+        for line, target in struct["rings"].items():
+            ring = state["rings"].get(line)
+            rings[line] = Ring.from_struct(target) if ring is None else ring.conform(target)
+        joined = {"failed": _first(state["failed"]), "number": jnp.max(state["number"].tree)}
+        frame.state = {**state, **{name: _like(x, struct[name]) for name, x in joined.items()}, "rings": rings}
+
+    def split_state(self, state: dict[str, Any], keys: set[str]) -> tuple[Any, Callable[[Any], Any]]:
+        """Split the rings by key; all else takes part."""
+        rings = state["rings"]
+        inside = collections.OrderedDict((line, ring) for line, ring in rings.items() if not keys.isdisjoint(line.keys))
+
+        def rejoin(part: dict[str, Any]) -> dict[str, Any]:
+            # In the same order as before, or the type of the state would never settle.
+            return {**part, "rings": collections.OrderedDict({**rings, **part["rings"]})}
+
+        return {**state, "rings": inside}, rejoin
 
     def for_rules(self) -> Handler:
         """Check only events of the primal."""
         return Keep()
 
+
+@dataclasses.dataclass(frozen=True)
+class Watch(Record):
+    """Calls the host once an event has failed. The state has the token, too."""
+
+    deliver: Deliver
+
+    waits: ClassVar[bool] = True
+    claims: ClassVar[bool] = False
+
+    def initial_state(self) -> dict[str, Any]:
+        """Nothing has failed yet."""
+        return {**super().initial_state(), "token": _emit.new_token()}
+
+    def event(self, frame: Frame, event: Event) -> None:
+        """Record the event, and let it flow on unchanged; outside of programs, report it at once if it has failed."""
+        recorded = self.record(frame, event.in_scope())
+        if recorded and not isinstance(_compat.current_trace(), _compat.StagingTrace):
+            self.report(frame)
+        bind(event)
+
+    def leave(self, frame: Frame, before: dict[str, Any]) -> None:
+        """Check once for all events of a block: a program with many checks takes long to compile."""
+        if self.last is None or frame.state["number"].tree is not before["number"].tree:
+            self.report(frame)
+
+    def report(self, frame: Frame) -> None:
+        """Call the host if an event has failed."""
+        rings, sent = frame.state["rings"], []
+        if not any(line.watched for line in rings):
+            return
+        failed = _first(frame.state["failed"])
+        if isinstance(failed, _compat.Tracer) or np.asarray(_compat.own_copy(failed)) != _NONE:
+            for line, ring in rings.items():
+                sent += [_mark(line, ring, failed), self.leaving(ring.recorded())]
+            options: Any = dict(signal=RECORD, conditional=True, everywhere=True)
+            token = _emit.emit(self.deliver, sent, frame.state["token"], self.route(frame), **options)
+            told = jnp.where(failed == _NONE, failed, jnp.full_like(failed, _TOLD))
+            frame.state = {**frame.state, "token": token, "failed": Laned(told)}
+        kept = {} if self.last is None else rings
+        frame.state = {**frame.state, "rings": collections.OrderedDict(kept)}
+
+    def leaving(self, bundle: Bundle) -> Bundle:
+        """The events to send to the host."""
+        return bundle
+
+    def route(self, frame: Frame) -> Laned | None:
+        """The numbers of the runs that the events belong to."""
+        del frame
+        return None
+
+    def split(self, frame: Frame, jaxprs: Iterable[Any], length: int | None = None) -> "Checked | None":
+        """Split a loop into blocks, unless one of its iterations logs enough for a check."""
+        total: dict[str, Tally] = {}
+        for jaxpr in jaxprs:
+            for key, tally in _interpret.tally(jaxpr, frame.eqn_scope, _all_keys).items():
+                total[key] = total.get(key, Tally()) + tally
+        most = max((t.count for t in total.values()), default=0)
+        if not 0 < most <= _FEWEST:
+            return None
+        fewest, iterations, largest = (int(n // most) for n in (_FEWEST, _EVENTS, _MOST))
+        if length is not None:
+            # What remains after equal blocks would be a second copy of the body.
+            equal = (n for n in range(largest, max(fewest, 2) - 1, -1) if length % n == 0)
+            iterations = length if length <= largest else next(equal, iterations)
+        return Checked(self, max(iterations, 1))
+
     def finish(self, frame: Frame) -> Any:
-        """Return the last token."""
-        token, failed = frame.state["token"], jnp.any(frame.state["failed"].tree)
+        """Check what was not checked; return the last token."""
+        self.report(frame)
+        token, failed = frame.state["token"], jnp.any(frame.state["failed"].tree != _NONE)
         if not isinstance(failed, _compat.Tracer) and len(failed.sharding.device_set) == 1:
             return token
         flag = Bundle([Laned(failed.astype(jnp.int32))], {}, None, ("",), (SINGLE,), True, Site(""))
         return _emit.emit(self.deliver, [flag], token, signal=RELEASE, everywhere=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A loop in blocks, each of which is followed by a check."""
+
+    watch: Watch
+    iterations: int
+
+    def run(self, frame: Frame, bounded: bool, execute: Callable[[Frame], Any], room_for: int | None = None) -> Any:
+        """Run a block by `execute(frame)`, which records its events, then check."""
+        del bounded, room_for
+        state = {name: x for name, x in frame.state.items() if name in ("failed", "number", "rings")}
+        record = Record(self.watch.selection, self.watch.last)
+        inner = Frame(record, state, scope=frame.eqn_scope, alike=frame.alike, devices=frame.devices)
+        out = execute(inner)
+        frame.state = {**frame.state, **inner.state}
+        self.watch.report(frame)
+        return out
+
+    def flush(self, frame: Frame, room_for: int | None = None) -> None:
+        """Nothing waits."""
+
+
+def _first(failed: Laned) -> Any:
+    """The number of the event that has failed first, on all devices together."""
+    if not failed.tree.ndim:
+        return failed.tree
+    most = jnp.iinfo(jnp.int32).max
+    first = jnp.min(jnp.where(failed.tree == _NONE, most, failed.tree))
+    return jnp.where(first == most, _NONE, first)
+
+
+def _like(x: Any, target: Laned) -> Laned:
+    return Laned(typed_like(x, target.tree), target.flags)
+
+
+def _mark(line: Line, ring: Ring, failed: Any) -> Bundle:
+    """Say which event has failed, if it is from this line: the condition for a host call."""
+    order = ring.events.steps[ORDER]
+    here = Laned(jnp.any(order.tree == failed, 0), order.flags) if line.watched else Laned(jnp.zeros((), bool))
+    count = len(line.watched)
+    return Bundle([Laned(failed)] * count, {}, here, line.watched, (SINGLE,) * count, True, Site(line.site))
+
+
+def _fails(bad: list[Laned], valid: Laned | None) -> Any:
+    """Whether an event fails in any lane in which it happens."""
+    if valid is None:
+        return functools.reduce(jnp.logical_or, [jnp.any(x.tree) for x in bad])
+    lanes = _lanes.union(*map(_lanes.lanes_of, [*bad, valid]))
+    assert lanes is not None  # all belong to one event
+    *wide, happens = [_lanes.widen(x, lanes).tree for x in [*bad, valid]]
+    return jnp.any(functools.reduce(jnp.logical_or, wide) & happens)
+
+
+def _all_keys(meta: Meta, scope: str) -> list[str]:
+    return [scope + key for key in meta.keys]
+
+
+def _without_tangent(x: Any) -> Any:
+    return lax.stop_gradient(x) if isinstance(x, _compat.Tracer) else x
 
 
 def _not_finite(x: Laned) -> Laned:
@@ -190,6 +271,7 @@ def watch(
     callback: Callable[[NonFiniteError], Any] | None = None,
     argnames: str | Iterable[str] | None = None,
     tags: str | Iterable[str] | None = None,
+    last: int | None = None,
 ) -> Callable[P, R]:
     """Stop a function at the first logged value that is NaN or infinite.
 
@@ -202,14 +284,18 @@ def watch(
     ...
     ...     return jax.lax.scan(step, x, jnp.arange(100))
     >>> try:
-    ...     lox.spool(lox.watch(f))(9.0)
+    ...     lox.spool(lox.watch(f, last=3))(9.0)
     ... except lox.NonFiniteError as error:
     ...     print(error)
+    ...     print("the last steps:", error.logs.step["x"])
     'x' is inf at step=5.
       logged at ...
+    the last steps: [3 4 5]
 
-    It only adds a check of each value to the program, on the device; the host is called only when one fails. The logs
-    flow on as without it: to an outer `spool` or `tap`, or else to the console.
+    Every value is checked on the device, where the program keeps what the error says; the host is called only if one
+    has failed. Loops are checked after every 100 events of a key or so, and at their end: the error comes a little
+    later than the value, and names the right one. Without loops it comes at once, or when a jitted function returns.
+    The logs flow on as without it: to an outer `spool` or `tap`, or else to the console.
 
     Args:
         fun: Any function of JAX arrays, jitted or not.
@@ -217,24 +303,50 @@ def watch(
             error is raised. It must not call JAX.
         argnames: Watch these keys only; globs such as `"train/*"` are allowed.
         tags: Watch logs with one of these tags only.
+        last: Keep the last events of every key, watched or not, up to this number, in each lane: a flight recorder.
+            `error.logs` has them, up to the one that failed. Each log line needs memory for as many events on the
+            device. By default, `error.logs` has only the event that failed.
 
     Returns:
         A function with the signature and result of `fun`.
 
     Raises:
         NonFiniteError: At the call; it says which key, at which steps, in which lane, and where it was logged.
+        OptionError: `last` is not a positive integer.
     """
-    if callback is not None and not callable(callback):
-        raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of an error.")
-    report = one_for(_raise if callback is None else callback, Report)
-    selection = Selection.of(argnames, tags)
+    watching = watcher(Watch, Report, callback, argnames, tags, last)
 
     @wraps(fun)
     def watched(*args: P.args, **kwargs: P.kwargs) -> R:
-        connection = connect(report)
-        return run(Watch(selection, connection.deliver), fun, args, kwargs, connection, {})
+        return watching(fun, args, kwargs)
 
     return watched
+
+
+def watcher(
+    kind: type[Watch],
+    reporting: type[Report],
+    callback: Callable[[NonFiniteError], Any] | None,
+    argnames: str | Iterable[str] | None,
+    tags: str | Iterable[str] | None,
+    last: int | None,
+    *options: Any,
+) -> Callable[..., Any]:
+    """How `watch` with these options calls a function: `(fun, args, kwargs, **given)`.
+
+    `given` becomes part of the state of the handler, whose class is `kind`; `options` are those of the host function.
+    """
+    if callback is not None and not callable(callback):
+        raise _errors.LogTypeError(f"`callback` is {callback!r}; it must be a function of an error.")
+    last = count_option("last", last)
+    report = one_for(_raise if callback is None else callback, reporting, last, *options)
+    selection = Selection.of(argnames, tags)
+
+    def watching(fun: Callable[..., Any], args: Any, kwargs: Any, **given: Any) -> Any:
+        connection = connect(report)
+        return run(kind(selection, last, connection.deliver), fun, args, kwargs, connection, given)
+
+    return watching
 
 
 def _raise(error: NonFiniteError) -> None:

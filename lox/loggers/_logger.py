@@ -23,10 +23,11 @@ from lox._transforms import _call
 from lox._transforms._call import P, R
 from lox._transforms._spool import spool as _spool
 from lox._transforms._tap import streaming
+from lox._transforms._watch import watcher
 from lox.loggers._batch import Batch
 from lox.loggers._errors import raise_all
 from lox.loggers._pipeline import Pipeline
-from lox.loggers._routing import RoutedStream
+from lox.loggers._routing import RoutedReport, RoutedStream, RoutedWatch
 from lox.loggers._run import ConfigTree, LoggerState, Run, prng_key_words
 from lox.loggers._values import as_bundles, packet_now
 from lox.store import names
@@ -312,6 +313,33 @@ class Logger:
             return stream(fun, args, kwargs, self._pipeline.connection(), run=run)
 
         return tapped
+
+    def watch(
+        self,
+        fun: Callable[P, R],
+        state: LoggerState,
+        callback: Callable[[_errors.NonFiniteError], Any] | None = None,
+        argnames: str | Iterable[str] | None = None,
+        tags: str | Iterable[str] | None = None,
+        last: int | None = None,
+        prefix: str = "",
+    ) -> Callable[P, R]:
+        """Stop a function at the first value that is NaN or infinite, and write what it logged before to the run.
+
+        `error.logs` is written to the run of `state`, with `prefix` in front of every key, before the error is raised.
+        The other options are those of `lox.watch`. Returns a function with the signature and the result of `fun`.
+        """
+        run = self._run_of(state, "watch")
+        prefix = _call.prefix_option(prefix)
+        watching = watcher(RoutedWatch, RoutedReport, callback, argnames, tags, last, self._pipeline, prefix)
+
+        @_call.wraps(fun)
+        def watched(*args: P.args, **kwargs: P.kwargs) -> R:
+            self._pipeline.require_open("watch")
+            self._entered()
+            return watching(fun, args, kwargs, run=run)
+
+        return watched
 
     # --- at the end ---
 
