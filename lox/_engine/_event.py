@@ -104,9 +104,10 @@ class Event:
 
     def owned(self) -> "Event":
         """The same event with copies of its arrays, which the program cannot donate."""
+        if _arrays.is_staging():
+            return self
         operands, meta = self.to_operands()
-        owned = _arrays.owned(operands)
-        return self if owned is operands else Event.from_operands(meta, owned, self.scope)
+        return Event.from_operands(meta, _arrays.owned(operands), self.scope)
 
     def prefixed(self, prefix: str) -> "Event":
         """The same event with a prefix in front of its keys."""
@@ -126,11 +127,14 @@ class Event:
 
     def bundle(self, keys: Iterable[str]) -> Bundle:
         """What the event contributes to some of its keys."""
-        strong = lambda x: Laned(_arrays.strong(x.tree), x.flags)  # noqa: E731
+        return self.weak_bundle(keys).strong()
+
+    def weak_bundle(self, keys: Iterable[str]) -> Bundle:
+        """The same, with the types as they were logged."""
         keys = tuple(keys)
         return Bundle(
-            values=[strong(x) for key in keys for x in self.values[key]],
-            steps={name: strong(x) for name, x in self.steps.items()},
+            values=[x for key in keys for x in self.values[key]],
+            steps=self.steps,
             valid=self.valid,
             keys=keys,
             treedefs=tuple(self.treedefs[key] for key in keys),
