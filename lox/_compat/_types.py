@@ -275,6 +275,11 @@ def _moved(x: Any, place: Any) -> Any:
     return jax.device_put(x, place if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
 
+def with_strong_type(x: Any, dtype: Any) -> Any:
+    """The same array, whose type is not weak. By the primitive: the function looks at much that is known here."""
+    return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=False, sharding=None)
+
+
 def aval_of(x: Any) -> Any:
     """The type of a value, or the type itself."""
     return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)

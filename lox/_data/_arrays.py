@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, batching, mlir
 
 from lox import _compat
 
@@ -108,36 +107,7 @@ def owned(arrays: list[Any]) -> list[Any]:
 
 def strong(x: Any) -> Any:
     """Remove the weak type: `lox.log({"x": 1.0})` logs a float32, whatever it is later combined with."""
-    return all_strong([x])[0]
-
-
-def all_strong(arrays: list[Any]) -> list[Any]:
-    """Remove the weak types of many arrays, by one operation: it is the types alone that change."""
-    weak = [n for n, x in enumerate(arrays) if not isinstance(x, np.ndarray | np.generic) and _is_weak(x)]
-    if weak:
-        arrays = list(arrays)
-        for n, x in zip(weak, strong_p.bind(*[arrays[n] for n in weak]), strict=True):
-            arrays[n] = x
-    return arrays
-
-
-def _is_weak(x: Any) -> bool:
-    return getattr(jax.typeof(x), "weak_type", False)
-
-
-strong_p = _compat.Primitive("lox_strong")
-strong_p.multiple_results = True
-strong_p.def_impl(lambda *arrays: [jax.lax.convert_element_type(x, x.dtype) for x in arrays])
-strong_p.def_abstract_eval(lambda *avals: [aval.update(weak_type=False) for aval in avals])
-mlir.register_lowering(strong_p, lambda ctx, *operands: operands)
-batching.primitive_batchers[strong_p] = lambda arrays, dims: (strong_p.bind(*arrays), dims)
-ad.primitive_transposes[strong_p] = lambda cts, *arrays: cts
-
-
-def _strong_jvp(primals: Any, tangents: Any) -> Any:
-    moving = [n for n, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-    new = dict(zip(moving, strong_p.bind(*[tangents[n] for n in moving]), strict=True)) if moving else {}
-    return strong_p.bind(*primals), [new.get(n, t) for n, t in enumerate(tangents)]
-
-
-ad.primitive_jvps[strong_p] = _strong_jvp
+    if isinstance(x, np.ndarray | np.generic):
+        return x
+    aval = jax.typeof(x)
+    return _compat.with_strong_type(x, aval.dtype) if getattr(aval, "weak_type", False) else x

@@ -99,10 +99,6 @@ class Bundle:
         values, treedefs = [x for key in keys for x in self.leaves(key)], tuple(map(self.treedef, keys))
         return dataclasses.replace(self, values=values, keys=keys, treedefs=treedefs)
 
-    def strong(self) -> "Bundle":
-        """The same events, whose types are not weak."""
-        return strong([self])[0]
-
     def prefixed(self, prefix: str) -> "Bundle":
         """The same events with a prefix in front of their keys."""
         return dataclasses.replace(self, keys=tuple(prefix + key for key in self.keys)) if prefix else self
@@ -146,13 +142,6 @@ class Bundle:
         if not self.single:
             return self
         return dataclasses.replace(jax.tree.map(lambda x: numpy_for(x).expand_dims(x, axis), self), single=False)
-
-
-def strong(bundles: list[Bundle]) -> list[Bundle]:
-    """The same events, whose types are not weak."""
-    leaves, tree = jax.tree.flatten(bundles)
-    strong = _arrays.all_strong(leaves)
-    return bundles if strong is leaves else jax.tree.unflatten(tree, strong)
 
 
 def any_valid(bundles: Iterable[Bundle]) -> Any:

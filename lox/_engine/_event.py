@@ -127,14 +127,11 @@ class Event:
 
     def bundle(self, keys: Iterable[str]) -> Bundle:
         """What the event contributes to some of its keys."""
-        return self.weak_bundle(keys).strong()
-
-    def weak_bundle(self, keys: Iterable[str]) -> Bundle:
-        """The same, with the types as they were logged."""
+        strong = lambda x: Laned(_arrays.strong(x.tree), x.flags)  # noqa: E731
         keys = tuple(keys)
         return Bundle(
-            values=[x for key in keys for x in self.values[key]],
-            steps=self.steps,
+            values=[strong(x) for key in keys for x in self.values[key]],
+            steps={name: strong(x) for name, x in self.steps.items()},
             valid=self.valid,
             keys=keys,
             treedefs=tuple(self.treedefs[key] for key in keys),

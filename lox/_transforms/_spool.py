@@ -77,7 +77,7 @@ class Collect(Handler):
         if stacked:
             if not frame.waiting.keys().isdisjoint(stacked):
                 frame.complete()  # which of the two reductions came first matters for the message
-            self._stack(frame, event.weak_bundle(stacked))
+            self._stack(frame, event.bundle(stacked))
 
     def grows(self, frame: Frame, logs: Iterable[tuple[Meta, str]]) -> bool:
         """Whether logs have keys that are reduced, but were not yet."""
@@ -133,14 +133,13 @@ class Collect(Handler):
             if isinstance(part, Fold):
                 before, site = _name(_plain(part.reduction)), str(part.sites[0])
                 raise _errors.mismatch(keys[0], "reductions", before, site, _name(None), str(event.site))
-            mine = event.only(keys).strong()
-            state[keys] = part.fitting(mine).take(mine)
+            state[keys] = part.fitting(event.only(keys)).take(event.only(keys))
         if new and frame.unbounded:
             by_capacity: dict[int, list[str]] = {}
             for key in new:
                 by_capacity.setdefault(self._capacity(key, str(event.site)), []).append(key)
             for capacity, keys in by_capacity.items():
-                part = event.only(keys).strong()
+                part = event.only(keys)
                 state[tuple(keys)] = Buffer.empty(capacity, part, self.interval or 1).take(part)
         elif new:
             part, in_loop = event.only(new), _compat.in_python_loop(_trace.run_function.__code__)
@@ -225,7 +224,7 @@ class Collect(Handler):
 
     def gather(self, pieces: list[list[Bundle]]) -> list[Bundle]:
         """Join the events of each key."""
-        return _bundle.strong(_bundle.gather([bundle for piece in pieces for bundle in piece]))
+        return _bundle.gather([bundle for piece in pieces for bundle in piece])
 
     def unroll(self, piece: list[Bundle], reverse: bool) -> list[Bundle]:
         """Unroll the events of each key."""
