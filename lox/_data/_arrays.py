@@ -126,6 +126,11 @@ def cast(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
+def is_staging() -> bool:
+    """Whether a program is traced that runs later."""
+    return isinstance(_compat.current_trace(), _compat.StagingTrace)
+
+
 _copy = jax.jit(jnp.copy)
 
 
@@ -134,7 +139,7 @@ def owned(arrays: list[Any]) -> list[Any]:
 
     lox would not notice: a jitted function without logs that has run before bypasses every trace.
     """
-    if all(isinstance(x, _compat.Tracer) for x in arrays) or isinstance(_compat.current_trace(), _compat.StagingTrace):
+    if all(isinstance(x, _compat.Tracer) for x in arrays) or is_staging():
         return arrays
     with jax.debug_nans(False) if jax.config.jax_debug_nans else contextlib.nullcontext():  # type: ignore[attr-defined]
         return [_copy(x) if isinstance(x, jax.Array) and not isinstance(x, _compat.Tracer) else x for x in arrays]

@@ -103,9 +103,10 @@ class Event:
 
     def owned(self) -> "Event":
         """The same event with copies of its arrays, which the program cannot donate."""
+        if _arrays.is_staging():
+            return self
         operands, meta = self.to_operands()
-        owned = _arrays.owned(operands)
-        return self if owned is operands else Event.from_operands(meta, owned, self.scope)
+        return Event.from_operands(meta, _arrays.owned(operands), self.scope)
 
     def prefixed(self, prefix: str) -> "Event":
         """The same event with a prefix in front of its keys."""

@@ -71,7 +71,7 @@ class Fold:
     keys: Keys
     sites: tuple[Site, ...]  # one for each key
     interval: int  # every k-th event is taken
-    # Whether an event was taken in this block. It is not part of the type of the state, and so forgotten where the state
+    # Whether an event was taken in this block. It is not part of the type of the state, and so forgotten where that
     # enters or leaves a block.
     chained: bool = dataclasses.field(default=False, init=False)
 

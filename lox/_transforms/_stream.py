@@ -228,9 +228,8 @@ class Stream(Handler):
         """Emit what was reduced; returns the last token."""
         folds = frame.state["folds"]
         if self.buffer:
-            self.emit_all(
-                frame, [], self.take_reduced(frame, dict.fromkeys([key for keys in folds for key in keys], 1))
-            )
+            at = dict.fromkeys([key for keys in folds for key in keys], 1)
+            self.emit_all(frame, [], self.take_reduced(frame, at))
             if self.waits:  # else the host delivers what it has without being told
                 self._signal(frame, _emit.FLUSH)
         else:

@@ -1,0 +1,228 @@
+"""What the cost of a program grows with: equations and carries for each `lox.log`, never times.
+
+Also, that keys which share an accumulator have the results that they have alone, to the last bit.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lox
+
+REDUCTIONS = ("mean", "sum", "min", "max", "first", "last", "count", "std", "var")
+
+
+def logging(sites: int) -> Callable[[Any], Any]:
+    """A loop whose body has that many `lox.log`, each with a key of its own."""
+
+    def fun(x: Any) -> Any:
+        def step(c: Any, i: Any) -> Any:
+            for n in range(sites):
+                c = c * 1.01
+                lox.log({f"k{n}": c}, step=i)
+            return c, None
+
+        return jax.lax.scan(step, x, jnp.arange(100))[0]
+
+    return fun
+
+
+def jaxprs_in(params: Any) -> list[Any]:
+    values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else [value])]
+    return [getattr(value, "jaxpr", value) for value in values if hasattr(getattr(value, "jaxpr", value), "eqns")]
+
+
+def equations(jaxpr: Any) -> list[Any]:
+    """All equations, those of inner jaxprs included."""
+    inner = [eqn for outer in jaxpr.eqns for sub in jaxprs_in(outer.params) for eqn in equations(sub)]
+    return [*jaxpr.eqns, *inner]
+
+
+TRANSFORMED = {
+    "spool": lambda fun: lox.spool(fun),
+    "mean": lambda fun: lox.spool(fun, reduce="mean"),
+    "var": lambda fun: lox.spool(fun, reduce="var"),
+    "buffer": lambda fun: lox.tap(fun, lambda logs: None, buffer=10),
+    "tap mean": lambda fun: lox.tap(fun, lambda logs: None, reduce="mean"),
+}
+
+
+def traced(name: str, sites: int) -> Any:
+    return jax.make_jaxpr(TRANSFORMED[name](logging(sites)))(1.0).jaxpr
+
+
+# Two for the multiplication and for the weak type of the number, which is removed; `buffer` and `tap` let the log flow
+# on. A reduction puts the value beside the others, and takes the result of each key from that of all.
+@pytest.mark.parametrize(
+    ("name", "most"), [("spool", 2), ("mean", 3), ("var", 3), ("buffer", 3), ("tap mean", 5)], ids=str
+)
+def test_equations_for_each_log(name: str, most: int) -> None:
+    counts = [len(equations(traced(name, sites))) for sites in (48, 96, 144)]
+    assert counts[2] - counts[1] <= most * 48 + 10, counts
+    assert abs((counts[2] - counts[1]) - (counts[1] - counts[0])) <= 4, counts  # linear, up to where chunks end
+
+
+@pytest.mark.parametrize("name", ["mean", "var", "tap mean"])
+def test_keys_that_are_alike_share_an_accumulator(name: str) -> None:
+    def operands(sites: int) -> list[int]:
+        return [len(eqn.invars) for eqn in equations(traced(name, sites)) if eqn.primitive.name == "scan"]
+
+    assert operands(200) == operands(2)
+
+
+def test_steps_are_stacked_once() -> None:
+    _, logs = jax.eval_shape(lox.spool(logging(3)), 1.0)
+    assert {key: x.shape for key, x in logs.step.items()} == {f"k{n}": (100,) for n in range(3)}
+    outputs = [len(eqn.outvars) for eqn in equations(traced("spool", 50)) if eqn.primitive.name == "scan"]
+    assert len(outputs) == 1 and outputs[0] <= 52  # the carry, the values and one step
+
+
+def test_a_loop_with_reductions_is_traced_once(monkeypatch: Any) -> None:
+    """The type of its state is known from its logs."""
+    from lox._engine import _rules
+
+    bodies: list[Any] = []
+    interpret = _rules.interpret
+    monkeypatch.setattr(
+        _rules, "interpret", lambda frame, jaxpr, args: bodies.append(1) or interpret(frame, jaxpr, args)
+    )
+
+    def nested(x: Any, depth: int) -> Any:
+        if not depth:
+            lox.log({"x": x}, reduce="mean")
+            return jnp.sin(x)
+        x = jax.lax.cond(x > 0, lambda x: (lox.log({"y": x}, reduce="max"), x)[1], lambda x: x, x)
+        return jax.lax.scan(lambda c, _: (nested(c, depth - 1), None), x, None, length=2)[0]
+
+    _, logs = lox.spool(jax.jit(lambda x: nested(x, 5)))(1.0)
+    assert len(bodies) == 5 and set(logs) == {"x", "y"}
+
+
+TABLE = np.random.default_rng(0).normal(size=(17, 3, 32)).astype(np.float32) * 10.0 ** (
+    np.arange(32, dtype=np.float32) % 7
+)
+
+
+def values(row: Any) -> dict[str, Any]:
+    """Values of which some are alike. They are not computed: what XLA fuses, it may round in another way."""
+    return {
+        **{f"float{n}": row[n] for n in range(11)},
+        **{f"int{n}": jax.lax.bitcast_convert_type(row[11 + n], jnp.int32) // 64 for n in range(3)},
+        **{f"vector{n}": row[14 + 3 * n : 17 + 3 * n] for n in range(3)},
+        **{f"half{n}": row[23 + n].astype(jnp.bfloat16) for n in range(2)},
+        **{f"tree{n}": {"a": row[25 + n], "b": row[27 + n] > 0} for n in range(2)},
+        "complex": jax.lax.complex(row[29], row[30]),
+    }
+
+
+def same(found: Any, expected: Any, rtol: float) -> None:
+    def compare(a: Any, b: Any) -> None:
+        assert a.shape == b.shape and a.dtype == b.dtype
+        wide = np.complex128 if np.issubdtype(a.dtype, np.complexfloating) else np.float64
+        np.testing.assert_allclose(np.asarray(a).astype(wide), np.asarray(b).astype(wide), rtol=rtol, atol=0)
+
+    jax.tree.map(compare, found, expected)
+
+
+@pytest.mark.parametrize("how", REDUCTIONS)
+@pytest.mark.parametrize("option", ["plain", "where", "weight", "interval", "vmap", "while", "tap"])
+def test_shared_accumulators_are_exact(how: str, option: str) -> None:
+    if how in ("min", "max", "std", "var") and option == "weight":
+        pytest.skip("only a mean has weights")
+    keys = [key for key in values(jnp.zeros(32)) if not (key == "complex" and how in ("min", "max"))]
+    keys = [key for key in keys if not (key.startswith("tree") and how in ("std", "var"))]
+
+    def program(together: bool) -> Callable[[Any], Any]:
+        def body(lane: Any, i: Any) -> Any:
+            row = jnp.asarray(TABLE)[i, lane]
+            given: dict[str, Any] = {"step": i}
+            if option == "where":
+                given["where"] = i % 3 == 1
+            if option == "weight":
+                given["weight"] = abs(row[31])
+            logged = {key: value for key, value in values(row).items() if key in keys}
+            for key, value in logged.items():  # alone, every key has a step of its own, which is another array
+                lox.log({key: value}, **(given if together else {**given, "step": i + 0}))
+            return lane
+
+        def fun(x: Any) -> Any:
+            if option == "while":
+                return jax.lax.while_loop(lambda c: c[1] < 17, lambda c: (body(*c), c[1] + 1), (x, 0))[0]
+            return jax.lax.fori_loop(0, 17, lambda i, x: body(x, i), x)
+
+        return jax.vmap(fun) if option == "vmap" else fun
+
+    x = jnp.arange(3) if option == "vmap" else 1
+    interval = 4 if option == "interval" else None
+
+    def logs_of(together: bool) -> Any:
+        if option == "tap":
+            received: list[Any] = []
+            lox.tap(program(together), received.append, reduce=how)(x)
+            return [(dict(logs), dict(logs.step)) for logs in received]
+        _, logs = jax.jit(lox.spool(program(together), reduce=how, interval=interval))(x)
+        assert list(logs) == keys
+        return dict(logs), dict(logs.step), dict(logs.valid)
+
+    # XLA may divide or multiply with the inverse, and round a product that is added or not.
+    rtol = 1e-5 if how in ("std", "var") or option == "weight" else 2e-7 if how == "mean" else 0
+    same(logs_of(True), logs_of(False), rtol)
+
+
+@pytest.mark.parametrize("how", ["mean", "max", "first"])
+def test_keys_that_part(how: str) -> None:
+    """Keys share a state only as long as they are logged together."""
+    keys = [f"k{n}" for n in range(12)]
+
+    def fun(x: Any) -> Any:
+        def step(x: Any, i: Any) -> Any:
+            for n, key in enumerate(keys):
+                lox.log({key: x * n}, step=i)
+            x = jax.lax.cond(
+                i % 2 == 0,
+                lambda x: (lox.log({"k2": x, "k7": -x}, step=-i), lox.log({"k3": 2 * x}), x + 1)[-1],
+                lambda x: (lox.log({"k3": x, "new": x}), x)[1],
+                x,
+            )
+            lox.log({"k5": x, "k2": x})
+            return x, None
+
+        x, _ = jax.lax.scan(step, x, jnp.arange(6))
+        lox.log({"k0": x, "k11": x})
+        return jax.lax.scan(lambda x, _: (lox.log({key: x for key in keys}) and x, None), x, None, length=3)[0]
+
+    _, logs = jax.jit(lox.spool(fun, reduce=how))(1.5)
+    _, plain = lox.spool(fun)(1.5)
+    assert list(logs) == list(plain)
+    for key in plain:
+        events = np.asarray(plain[key])
+        expected = {"mean": np.mean(events, dtype=np.float64), "max": events.max(), "first": events[0]}[how]
+        np.testing.assert_allclose(logs[key], expected, rtol=1e-6, err_msg=key)
+        assert key not in plain.step or logs.step[key] == plain.step[key][-1], key
+
+
+def test_a_chain_of_reductions_compiles() -> None:
+    """Without a loop, one reduction after the other; the XLA of JAX 0.7 did not come to an end with four of them."""
+
+    def fun(x: Any) -> Any:
+        def some(x: Any) -> Any:
+            lox.log({"v": jnp.stack([x, 2 * x, 3 * x])})
+            return x + 1
+
+        def others(x: Any) -> Any:
+            lox.log({"v": jnp.stack([x, 5 * x, 3 * x])})
+            return x
+
+        for _ in range(8):
+            x = jax.lax.switch((x % 3).astype(int), [some, others, lambda x: x + 1], x)
+        return x
+
+    xs = jnp.arange(3.0)
+    _, logs = jax.jit(lox.spool(jax.vmap(fun), reduce="mean"))(xs)
+    for n, x in enumerate(xs):
+        _, plain = lox.spool(fun)(x)
+        np.testing.assert_allclose(logs.lane(n)["v"], plain["v"].mean(0), rtol=1e-6)
