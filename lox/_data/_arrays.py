@@ -48,6 +48,28 @@ def concrete(x: Any) -> Any:
     return None
 
 
+def concrete_leaves(data: Any, concrete: Any) -> tuple[list[Any], list[Any]] | None:
+    """The structures of the values of a dict, and the leaves of all of them, by `concrete`; None if that is None."""
+    treedefs, leaves = [], []
+    for key, value in data.items():
+        array = concrete(value)  # most values are arrays or numbers
+        if array is not None:
+            treedefs.append(LEAF)
+            leaves.append(array)
+        else:
+            inside, treedef = jax.tree.flatten(value)
+            arrays = [concrete(x) for x in inside]
+            if not arrays or any([x is None for x in arrays]):
+                return None
+            treedefs.append(treedef)
+            leaves += arrays
+        if type(key) is not str:
+            return None
+    return (treedefs, leaves) if leaves else None
+
+
+LEAF = jax.tree.structure(0)  # of a value that is one array
+
 # For Python's numbers, the dtypes of JAX without and with 64 bits.
 _NUMBERS = {
     bool: (np.dtype(bool), np.dtype(bool)),

@@ -7,7 +7,7 @@ import functools
 import inspect
 import operator
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,11 @@ class Layout(NamedTuple):
     step_flags: tuple[tuple[str, Flags], ...] = ()
     valid_flags: Flags = ()
     one_event: bool = False  # one event, or none in some lanes: what `tap` delivers
+
+
+@functools.lru_cache(1024)
+def _layout_of_event(ndims: tuple[int, ...], steps: tuple[str, ...]) -> Layout:
+    return Layout(False, ((),) * len(ndims), ndims, tuple([(name, ()) for name in steps]))
 
 
 def _deep(x: Any, flags: Flags, depth: int, lead: Flags) -> Laned:
@@ -464,16 +469,27 @@ class logdict(dict[str, Any]):
 
     @classmethod
     def of_event(
-        cls, keys: Iterable[str], treedefs: Iterable[Any], values: Iterable[Any], steps: Mapping[str, Any]
+        cls, keys: Sequence[str], treedefs: Iterable[Any], values: Iterable[Any], steps: Mapping[str, Any]
     ) -> "logdict":
         """Make logs of one event without lanes; `values` has the leaves of all keys, one key after the other."""
-        logs, rest = cls(), iter(values)
-        step_flags = tuple([(name, ()) for name in sorted(steps)])
+        logs, rest, names = cls._empty(), iter(values), tuple(sorted(steps))
         for key, treedef in zip(keys, treedefs, strict=True):
-            leaves = [next(rest) for _ in range(treedef.num_leaves)]
-            _set(logs, key, leaves[0] if treedef == SINGLE else jax.tree.unflatten(treedef, leaves))
-            logs._layouts[key] = Layout(False, ((),) * len(leaves), tuple([x.ndim for x in leaves]), step_flags)
-        logs.steps = {name: dict.fromkeys(logs, step) for name, step in steps.items()}
+            if treedef == SINGLE:
+                value = next(rest)
+                ndims = (value.ndim,)
+            else:
+                leaves = [next(rest) for _ in range(treedef.num_leaves)]
+                value, ndims = jax.tree.unflatten(treedef, leaves), tuple([x.ndim for x in leaves])
+            _set(logs, key, value)
+            logs._layouts[key] = _layout_of_event(ndims, names)
+        logs.steps = {name: dict.fromkeys(keys, step) for name, step in steps.items()}
+        return logs
+
+    @classmethod
+    def _empty(cls) -> "logdict":
+        """`logdict()`, for those who make one for every event."""
+        logs = _new(cls)
+        logs.__dict__ = {"steps": {}, "_valid": {}, "dropped": {}, "_layouts": {}}
         return logs
 
     @classmethod
@@ -696,7 +712,7 @@ for _name in (
     setattr(logdict, _name, _settling(_name))
 
 
-SINGLE = jax.tree.structure(0)  # of a value that is one array
+SINGLE = _arrays.LEAF
 
 
 def warn_of_dropped(counts: Mapping[str, Any], warn: Callable[[str], None] = _sites.warn) -> None:

@@ -8,6 +8,7 @@ loop that the events come from: memory does not grow with the number of events.
 import dataclasses
 import functools
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,8 +68,17 @@ class Reduction:
 
 def _meaning(fun: Any) -> Any:
     """A key that functions with the same code and the same surroundings share; the function if something may change."""
-    meaning = _fixed(fun, ())
-    return fun if meaning is None else meaning
+    try:
+        return _meanings[fun]
+    except (KeyError, TypeError):  # not every callable can be a key
+        meaning = _fixed(fun, ())
+    if meaning is None:
+        return fun
+    _meanings[fun] = meaning
+    return meaning
+
+
+_meanings: Any = weakref.WeakKeyDictionary()
 
 
 def _fixed(value: Any, around: tuple[Any, ...]) -> Any:

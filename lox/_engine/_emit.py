@@ -413,7 +413,7 @@ class Unpacker:
         if self.events:
             bundles = [bundle.occurred() for bundle in self.form.content(arrays).bundles]
             return logdict.from_bundles(bundle for bundle in bundles if bundle is not None)
-        logs = logdict()
+        logs = logdict._empty()
         for part in self.parts:
             if part.valid is not None and not arrays[part.valid].any():
                 continue
@@ -425,7 +425,11 @@ class Unpacker:
                     assert part.valid is not None
                     logs._valid[key] = arrays[part.valid]
             for name, n in part.steps.items():
-                logs.steps.setdefault(name, {}).update(dict.fromkeys(part.keys, arrays[n]))
+                by_key = dict.fromkeys(part.keys, arrays[n])
+                if name in logs.steps:
+                    logs.steps[name].update(by_key)
+                else:
+                    logs.steps[name] = by_key
         return logs
 
 

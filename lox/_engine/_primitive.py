@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from lox import _compat, _errors
 from lox._data import _arrays, _reduce
 from lox._data._lanes import Laned, flag_of, with_lane
-from lox._data._logdict import SINGLE, logdict
+from lox._data._logdict import logdict
 from lox._data._sites import call_site, warn
 from lox._engine import _devices, _emit, _hidden, _selection, _sink
 from lox._engine._event import Event, Meta
@@ -209,24 +209,12 @@ def _log_now(data: Mapping[str, Any], steps: dict[str, Any], prefix: str, explic
 
     None if it is not such an event, or not one that can be logged, which the caller has the messages for.
     """
-    keys, treedefs, values = [], [], []
-    for key, value in data.items():
-        array = _arrays.concrete(value)
-        if array is not None:
-            treedefs.append(SINGLE)
-            values.append(array)
-        else:
-            leaves, treedef = jax.tree.flatten(value)
-            treedefs.append(treedef)
-            values += map(_arrays.concrete, leaves)
-            if not leaves:
-                return None
-        if type(key) is not str:
-            return None
-        keys.append(prefix + key if prefix else key)
+    found = _arrays.concrete_leaves(data, _arrays.concrete)
     numbers = {name: _arrays.concrete(step) for name, step in steps.items()}
-    if not keys or any([x is None for x in values]) or not all([_is_step(x) for x in numbers.values()]):
+    if found is None or not all([_is_step(x) for x in numbers.values()]):
         return None
+    treedefs, values = found
+    keys = [prefix + key for key in data] if prefix else [*data]
     scope = _compat.open_scopes()
     if not explicit and _sink.config.sink != "off":
         with _compat.own_transfers():

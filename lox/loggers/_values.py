@@ -11,7 +11,7 @@ from lox import _compat, _errors
 from lox._data import _arrays
 from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Laned
-from lox._data._logdict import SINGLE, logdict
+from lox._data._logdict import logdict
 from lox._engine._emit import Packet, packet_of_event
 from lox._engine._primitive import as_array
 from lox.store._prng_keys import is_prng_key
@@ -33,23 +33,15 @@ def packet_now(data: Mapping[str, Any], steps: Mapping[str, Any], prefix: str, r
 
     None if it is anything else, or if there is something wrong with it, which `as_bundles` has the messages for.
     """
-    if isinstance(data, logdict) or not isinstance(data, Mapping) or not data:
+    if isinstance(data, logdict) or not isinstance(data, Mapping):
         return None
-    treedefs, values = [], []
-    for key, value in data.items():
-        leaves, treedef = ([value], SINGLE) if type(value) in _COMMON else jax.tree.flatten(value)
-        if type(key) is not str or not leaves:
-            return None
-        treedefs.append(treedef)
-        values += map(_concrete, leaves)
+    found = _arrays.concrete_leaves(data, _concrete)
     numbers = {name: _concrete(step) for name, step in steps.items()}
-    if any([x is None for x in values]) or not all([x is not None and not x.shape for x in numbers.values()]):
+    if found is None or not all([x is not None and not x.shape for x in numbers.values()]):
         return None
+    treedefs, values = found
     keys = tuple([prefix + key for key in data]) if prefix else tuple(data)
     return packet_of_event(keys, tuple(treedefs), values, numbers, run)
-
-
-_COMMON = (float, int, np.ndarray)
 
 
 def _concrete(x: Any) -> Any:
