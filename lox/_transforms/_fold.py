@@ -298,7 +298,7 @@ def _apart(x: Laned, count: int) -> list[Laned]:
 
 def _of_keys(x: Any, axis: int, indices: list[int]) -> Any:
     """The part of a state, or of its type, for some of its keys."""
-    if not isinstance(x, jax.core.ShapedArray):
+    if isinstance(x, jax.Array):
         if len(indices) == 1:
             return jax.lax.index_in_dim(x, indices[0], axis, keepdims=False)
         return jnp.take(x, np.asarray(indices), axis, mode="clip")
