@@ -69,13 +69,13 @@ class Reduction:
 def _meaning(fun: Any) -> Any:
     """A key that functions with the same code and the same surroundings share; the function if something may change."""
     try:
-        return _meanings[fun]
-    except (KeyError, TypeError):  # not every callable can be a key
-        meaning = _fixed(fun, ())
-    if meaning is None:
-        return fun
-    _meanings[fun] = meaning
-    return meaning
+        meaning = _meanings[fun]
+    except KeyError:
+        found = _fixed(fun, ())
+        meaning = _meanings[fun] = None if found is fun else found  # or it would keep itself alive
+    except TypeError:  # it cannot be a key there, and may change
+        meaning = None
+    return fun if meaning is None else meaning
 
 
 _meanings: Any = weakref.WeakKeyDictionary()
@@ -85,11 +85,12 @@ def _fixed(value: Any, around: tuple[Any, ...]) -> Any:
     """A key of what a function refers to that no other value has; None if it may change, or refers to `around`."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | np.dtype):
         return type(value), repr(value)  # 0.0 equals -0.0, and NaN nothing
-    if isinstance(value, types.ModuleType | type | types.BuiltinFunctionType):
-        name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-        return value if name and name.split(".")[0] in _CONSTANT else None
     if isinstance(value, _compat.PjitFunction):
         return value  # JAX does not look again either
+    if isinstance(value, types.ModuleType | type | types.BuiltinFunctionType | types.FunctionType):
+        name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+        if name and name.split(".")[0] in _CONSTANT:
+            return value
     if isinstance(value, tuple):
         parts, code = value, None
     elif isinstance(value, types.FunctionType) and value not in around:
