@@ -205,6 +205,53 @@ def test_keys_that_part(how: str) -> None:
         assert key not in plain.step or logs.step[key] == plain.step[key][-1], key
 
 
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("options", [{"buffer": 10}, {"interval": 2}, {}])
+def test_a_step_of_many_events_is_one_operand_of_the_host_call(options: Any, lanes: bool) -> None:
+    def count(sites: int) -> list[int]:
+        tapped = lox.tap(logging(sites), lambda logs: None, **options)
+        jaxpr = jax.make_jaxpr(jax.vmap(tapped) if lanes else tapped)(jnp.ones(3) if lanes else 1.0).jaxpr
+        return [len(eqn.invars) for eqn in equations(jaxpr) if eqn.primitive.name == "lox_emit"]
+
+    if "buffer" in options:
+        few, many = max(count(5)), max(count(25))
+        assert many - few == 20 and few <= 5 + 4  # the values, a step, a token, and which events there are
+    else:
+        assert max(count(5)) == max(count(25)) <= 4
+
+
+@pytest.mark.parametrize("options", [{}, {"buffer": 4}, {"buffer": 3, "interval": 2}, {"reduce": "mean", "buffer": 5}])
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_events_that_share_their_steps_arrive_as_by_spool(options: Any, lanes: int) -> None:
+    def fun(x: Any) -> Any:
+        def step(c: Any, i: Any) -> Any:
+            for n in range(4):
+                c = c * 1.5
+                lox.log({f"k{n}": c}, step=i, other=i * 2)
+                lox.log({f"m{n}": c}, step=i, where=c > 5)
+                lox.log({"same": i, "i": i}, step=i)
+            return c, None
+
+        return jax.lax.scan(step, x, jnp.arange(7))[0]
+
+    fun, x = (jax.vmap(fun), jnp.arange(1.0, lanes + 1)) if lanes else (fun, 1.0)
+    options, seen = dict(options), []
+    jax.block_until_ready(jax.jit(lox.tap(fun, seen.append, **options))(x))
+    jax.effects_barrier()
+    reduced = options.pop("reduce", None)
+    options.pop("buffer", None)
+    expected = lox.spool(fun, **options)(x)[1]
+    if reduced:
+        assert {key for logs in seen for key in logs} == set(expected)
+        return
+    streamed = sum((logs.compact() if "buffer" in options else logs for logs in seen), lox.logdict())
+    for key in expected:
+        for lane in range(lanes) or [None]:
+            a, b = (logs if lane is None else logs.lane(lane) for logs in (streamed, expected))
+            np.testing.assert_array_equal(np.ravel(a[key]), np.ravel(b[key]))
+            np.testing.assert_array_equal(np.ravel(a.step[key]), np.ravel(b.step[key]))
+
+
 def test_a_chain_of_reductions_compiles() -> None:
     """Without a loop, one reduction after the other; the XLA of JAX 0.7 did not come to an end with four of them."""
 

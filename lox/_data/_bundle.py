@@ -146,7 +146,7 @@ class Bundle:
 
 def any_valid(bundles: Iterable[Bundle]) -> Any:
     """Whether any event happened in any lane."""
-    valids = [bundle.valid for bundle in bundles]
+    valids = {id(v and v.tree): v for v in [bundle.valid for bundle in bundles]}.values()
     return functools.reduce(operator.or_, [jnp.ones((), bool) if v is None else jnp.any(v.tree) for v in valids])
 
 

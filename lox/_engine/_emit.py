@@ -77,9 +77,9 @@ def emit(
     for bundle in bundles:
         _check_reachable(bundle)
     content = Content(bundles, route, {key: Laned(x) for key, x in (dropped or {}).items()})
-    operands, treedef = jax.tree.flatten(content)
+    origin = tuple([(b.keys, str(b.site)) for b in bundles])
+    operands, form = Form(None, signal, frozenset(at_once), origin).holding(content)
     operands = [jax.random.key_data(x) if _arrays.is_prng_key(x.dtype) else x for x in operands]
-    form = Form(treedef, signal, frozenset(at_once), tuple([(b.keys, str(b.site)) for b in bundles]))
     ordered = getattr(deliver, "ordered", False) and not nested
     return _bind(token, operands, deliver, form, ordered, conditional=conditional, everywhere=everywhere)[0]
 
@@ -181,22 +181,42 @@ class Form:
     at_once: frozenset[str]
     origin: tuple[tuple[Keys, str], ...] | None  # keys and lines: in the structure, all lines are equal
     results: tuple[Any, ...] = ()  # dtypes
+    # Which operand each array of the content is, if some are in it several times: many events have the same step.
+    places: tuple[int, ...] | None = None
 
     def content(self, operands: Iterable[Any]) -> Content:
         """The content with these arrays."""
+        if self.places is not None:
+            operands = list(operands)
+            operands = [operands[n] for n in self.places]
         return jax.tree.unflatten(self.treedef, operands)
 
-    def _with(self, content: Content) -> tuple[list[Any], "Form"]:
-        operands, treedef = jax.tree.flatten(content)
-        return operands, dataclasses.replace(self, treedef=treedef)
+    def holding(self, content: Content) -> tuple[list[Any], "Form"]:
+        """The operands for this content, and the form that goes with them."""
+        arrays, treedef = jax.tree.flatten(content)
+        leads = [bundle.lead for bundle in content.bundles for _ in jax.tree.leaves(bundle)]
+        found: dict[Any, int] = {}
+        places, operands = [], []
+        for x, lead in itertools.zip_longest(arrays, leads):
+            place = found.setdefault((id(x), lead), len(operands))
+            if place == len(operands):
+                operands.append(x)
+            places.append(place)
+        shared = tuple(places) if len(operands) < len(arrays) else None
+        return operands, dataclasses.replace(self, treedef=treedef, places=shared)
 
     def batched(self, operands: Iterable[Any], dims: Iterable[Any]) -> tuple[list[Any], "Form"]:
         """The same with an additional outermost lane, which comes after the event axis."""
         content = self.content(zip(operands, dims, strict=True))
+        known: dict[Any, Laned] = {}  # so that what was one array stays one
 
         def add_lane(x: Laned, lead: int = 0, depth: int = 0) -> Laned:
             array, dim = x.tree
-            return with_lane(array, dim, x.flags or (False,) * depth, lead=lead)
+            flags = x.flags or (False,) * depth
+            place = id(array), flags, lead
+            if place not in known:
+                known[place] = with_lane(array, dim, flags, lead=lead)
+            return known[place]
 
         bundles = []
         for bundle in content.bundles:
@@ -204,14 +224,14 @@ class Form:
             add = functools.partial(add_lane, lead=bundle.lead, depth=depth)
             bundles.append(jax.tree.map(add, bundle, is_leaf=is_laned))
         rest = jax.tree.map(add_lane, content[1:], is_leaf=is_laned)
-        return self._with(Content(bundles, *rest))
+        return self.holding(Content(bundles, *rest))
 
     def only_if(self, operands: Iterable[Any], condition: Any) -> tuple[list[Any], "Form"]:
         """The same under a further condition; a route without events leads nowhere where it does not hold."""
         bundles, route, dropped = self.content(operands)
         if not bundles and route is not None:
             route = route.map(lambda number: jnp.where(condition, number, -1))
-        return self._with(Content([bundle.only_if(condition) for bundle in bundles], route, dropped))
+        return self.holding(Content([bundle.only_if(condition) for bundle in bundles], route, dropped))
 
     def has_large(self, operands: Iterable[Any]) -> bool:
         """Whether any value has many elements."""
@@ -220,7 +240,7 @@ class Form:
     def in_short(self, operands: Iterable[Any]) -> tuple[list[Any], "Form"]:
         """The same with an element of each value that has many."""
         bundles, route, dropped = self.content(operands)
-        return self._with(Content([_devices.in_short(bundle) for bundle in bundles], route, dropped))
+        return self.holding(Content([_devices.in_short(bundle) for bundle in bundles], route, dropped))
 
     def lanes(self, operands: Iterable[Any]) -> tuple[int, ...]:
         """The sizes of all lanes of single events, outermost first."""
@@ -366,7 +386,7 @@ class _Part:
     """Where the arrays of a bundle are among those of a packet."""
 
     keys: tuple[str, ...]
-    values: list[tuple[str, Any, slice]]  # key, structure, leaves
+    values: list[tuple[str, Any, list[int]]]  # key, structure, leaves
     steps: dict[str, int]
     valid: int | None
     layouts: dict[str, Layout]
@@ -391,17 +411,17 @@ class Unpacker:
             valid = () if bundle.valid is None or not any(bundle.valid.flags) else unnamed(bundle.valid.flags)
             part = _Part(bundle.keys, [], {name: x.tree for name, x in bundle.steps.items()}, None, {})
             part.valid = None if bundle.valid is None else bundle.valid.tree
-            first = sum(len(jax.tree.leaves(before)) for before in bundles[: len(self.parts)])
             for key, treedef in zip(bundle.keys, bundle.treedefs, strict=True):
                 leaves, flags = flags[: treedef.num_leaves], flags[treedef.num_leaves :]
-                place = slice(first, first + len(leaves))
-                part.values.append((key, treedef, place))
-                part.layouts[key] = Layout(False, tuple(leaves), ndims[place], steps, valid, one_event=True)
-                first = place.stop
+                places = [x.tree for x in bundle.leaves(key)]
+                part.values.append((key, treedef, places))
+                depths = tuple([ndims[n] for n in places])
+                part.layouts[key] = Layout(False, tuple(leaves), depths, steps, valid, one_event=True)
             self.parts.append(part)
         self.valids = [part.valid for part in self.parts]
         # For each array of a bundle, whether it has an event axis.
-        self.leads = [bundle.lead for bundle in bundles for _ in jax.tree.leaves(bundle)]
+        leads = {n: bundle.lead for bundle in bundles for n in jax.tree.leaves(bundle)}
+        self.leads = [leads[n] for n in sorted(leads)]
         self.may_be_empty = bool(self.parts) and None not in self.valids and not (form.signal or form.results)
 
     def is_empty(self, arrays: Any) -> bool:
@@ -418,7 +438,8 @@ class Unpacker:
             if part.valid is not None and not arrays[part.valid].any():
                 continue
             for key, treedef, leaves in part.values:
-                value = arrays[leaves.start] if treedef == SINGLE else jax.tree.unflatten(treedef, arrays[leaves])
+                found = [arrays[n] for n in leaves]
+                value = found[0] if treedef == SINGLE else jax.tree.unflatten(treedef, found)
                 dict.__setitem__(logs, key, value)
                 layout = logs._layouts[key] = part.layouts[key]
                 if layout.valid_flags:
