@@ -37,7 +37,7 @@ def concrete(x: Any) -> Any:
         if kind is int and not -(1 << 8 * dtype.itemsize - 1) <= x < 1 << 8 * dtype.itemsize - 1:
             return None
         return np.array(x, dtype)
-    if isinstance(x, np.ndarray | np.generic):
+    if isinstance(x, NUMPY):
         dtype = _canonical(x.dtype, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         if dtype is None:
             return None
@@ -68,6 +68,7 @@ def concrete_leaves(data: Any, concrete: Any) -> tuple[list[Any], list[Any]] | N
     return (treedefs, leaves) if leaves else None
 
 
+NUMPY = (np.ndarray, np.generic)  # making a union of them takes longer than asking for it
 LEAF = jax.tree.structure(0)  # of a value that is one array
 
 # For Python's numbers, the dtypes of JAX without and with 64 bits.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 _PAUSE = 0.1  # seconds without a job before `pause` is called
-_GATHER = 0.002  # seconds that the thread waits for more jobs: to wake it for each would take longer than the job
+_GATHER = 0.005  # seconds that the thread waits for more jobs: to wake it for each would take longer than the job
 _IDLE = 5.0  # seconds without a job before the thread ends; the next job starts another
 
 

@@ -46,7 +46,7 @@ def packet_now(data: Mapping[str, Any], steps: Mapping[str, Any], prefix: str, r
 
 def _concrete(x: Any) -> Any:
     """The same array as `_array`, if it is whole and made of numbers."""
-    if isinstance(x, np.ndarray | np.generic):
+    if isinstance(x, _arrays.NUMPY):
         return x if x.dtype.kind in "biufcV" else None
     return _arrays.concrete(x)
 
