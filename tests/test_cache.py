@@ -402,7 +402,7 @@ def test_a_static_argument_that_is_compared_by_identity() -> None:
 
 
 def test_a_jit_with_shardings_keeps_them() -> None:
-    device = jax.devices()[1]
+    device = jax.devices()[-1]
     placed = jax.sharding.SingleDeviceSharding(device)
     f = jax.jit(lambda x: (lox.log({"x": x}), x + 1)[1], in_shardings=placed, out_shardings=placed)
     for _ in range(2):
