@@ -401,6 +401,21 @@ def test_a_static_argument_that_is_compared_by_identity() -> None:
     assert all(given is config for given in seen) and len(seen) == 1
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_arguments_counted_from_the_last(transform: str) -> None:
+    def f(*args: Any) -> Any:
+        *_, x, n = args
+        lox.log({"x": x})
+        return x * n
+
+    jitted = jax.jit(f, static_argnums=-1, donate_argnums=(-2,))
+    for n in (2.0, 3.0, 3.0):
+        result = consume(transform)(jitted)(jnp.zeros(3), jnp.ones(2), n)
+        out, logs = result if transform.startswith("spool") else (result, None)
+        assert out.tolist() == [n, n]
+        assert logs is None or str(logs) == "{'x': [1.0, 1.0]}"
+
+
 def test_a_jit_with_shardings_keeps_them() -> None:
     device = jax.devices()[-1]
     placed = jax.sharding.SingleDeviceSharding(device)
@@ -423,6 +438,19 @@ def test_the_program_of_a_tapped_jitted_function_has_no_effects() -> None:
         finally:
             sys.setprofile(None)
         assert "call" in calls and "cache_miss" not in calls
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_nan_is_found_in_every_call_while_they_are_debugged(transform: str) -> None:
+    f = jax.jit(lambda x: (lox.log({"x": x}), jnp.log(x))[1])
+    transformed = consume(transform)(f)
+    transformed(-1.0)
+    with jax.debug_nans(True):
+        for _ in range(2):
+            transformed(1.0)
+            with pytest.raises(FloatingPointError):
+                jax.block_until_ready(transformed(-1.0))
+    transformed(-1.0)
 
 
 def test_other_host_calls_are_in_order_with_those_of_a_tapped_jitted_function() -> None:

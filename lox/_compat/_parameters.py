@@ -97,7 +97,8 @@ def _donated(info: Any) -> list[int]:
 def options_of_jit(jitted: Any, shift: int = 0) -> dict[str, Any] | None:
     """The options of a jitted function, for one with `shift` more leading arguments.
 
-    None if it has a sharding, a layout, a device or a compiler option, which depend on its arguments and results.
+    None if it has a sharding, a layout, a device or a compiler option, which depend on its arguments and results, or
+    counts arguments from the last.
     """
     info = jitted._jit_info
     placed = (*info.in_shardings_leaves, *info.out_shardings_leaves)
@@ -105,6 +106,7 @@ def options_of_jit(jitted: Any, shift: int = 0) -> dict[str, Any] | None:
     if (
         any(x is not UNSPECIFIED for x in placed)
         or any(x is not None for x in (*laid_out, getattr(info, "abstracted_axes", None)))  # up to 0.9
+        or any(n < 0 for n in (*info.static_argnums, *info.donate_argnums))
         or info.compiler_options_kvs
         or info.use_resource_env
     ):
