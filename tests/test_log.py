@@ -937,6 +937,14 @@ def test_outside_of_programs_an_event_is_the_same_without_passing_through_xla(va
     assert all(type(x) is np.ndarray for x in jax.tree.leaves(events))
 
 
+@pytest.mark.parametrize("value", [np.longdouble(1), np.clongdouble(1), np.ma.array([1.0, 2.0], mask=[0, 1])])
+@pytest.mark.parametrize("more", [{}, {"weight": 1.0}])
+def test_what_jax_has_no_array_for_is_refused_in_both_ways(capsys, value, more):
+    with pytest.raises(lox.LogTypeError, match="'x'"):
+        lox.log({"x": value}, **more)
+    assert capsys.readouterr().out == ""
+
+
 def test_the_sink_may_keep_what_it_gets_outside_of_programs():
     x, y = np.zeros(2), jax.jit(lambda x: x + 1)(jnp.zeros(2))
     with lox.testing.capture() as events:

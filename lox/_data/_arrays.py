@@ -37,7 +37,7 @@ def concrete(x: Any) -> Any:
         if kind is int and not -(1 << 8 * dtype.itemsize - 1) <= x < 1 << 8 * dtype.itemsize - 1:
             return None
         return np.array(x, dtype)
-    if isinstance(x, NUMPY):
+    if kind is np.ndarray or isinstance(x, np.generic):  # not of a subclass, which may mean something else
         dtype = _canonical(x.dtype, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         if dtype is None:
             return None
@@ -84,7 +84,8 @@ _NUMBERS = {
 def _canonical(dtype: Any, x64: bool) -> Any:
     """The dtype of an array that JAX makes of one with this dtype, with or without 64 bits; None if it cannot."""
     del x64  # which JAX knows
-    return jax.dtypes.canonicalize_dtype(dtype) if dtype.kind in "biufc" and dtype.itemsize <= 16 else None
+    known = (dtype.kind in "biuf" and dtype.itemsize <= 8) or (dtype.kind == "c" and dtype.itemsize <= 16)
+    return jax.dtypes.canonicalize_dtype(dtype) if known else None
 
 
 def missing_value(dtype: Any) -> Any:
