@@ -401,6 +401,23 @@ def test_a_static_argument_that_is_compared_by_identity() -> None:
     assert all(given is config for given in seen) and len(seen) == 1
 
 
+@pytest.mark.parametrize("name", ["args", "kwargs", "self", "given", "options", "transformed"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_names_of_arguments(transform: str, name: str) -> None:
+    """Those that wrappers have, too. JAX compares static and donated names with the signature."""
+    namespace: dict[str, Any] = {"lox": lox}
+    exec(f"def f(x, {name}):\n    lox.log({{'v': x * {name}}})\n    return x * {name}", namespace)
+    f, x = namespace["f"], jnp.float32(3)
+    for options in ({}, {"static_argnums": 1}, {"static_argnames": name}, {"donate_argnames": name}):
+        jitted = jax.jit(f, **options)
+        make = lambda options=options: 2.0 if "static" in str(options) else jnp.float32(2)  # noqa: E731
+        for _ in range(2):
+            results = [consume(transform)(jitted)(x, make()), consume(transform)(jitted)(x, **{name: make()})]
+            for result in results:
+                out, logs = result if transform.startswith("spool") else (result, None)
+                assert float(out) == 6 and (logs is None or str(logs) == "{'v': 6.0}")
+
+
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_arguments_counted_from_the_last(transform: str) -> None:
     def f(*args: Any) -> Any:

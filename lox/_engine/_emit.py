@@ -149,7 +149,7 @@ def _check_reachable(bundle: Bundle) -> None:
 
 @emit_p.def_effectful_abstract_eval
 def _abstract_eval(token: Any, *avals: Any, form: "Form", ordered: bool, **params: Any) -> Any:
-    # Ordered with all other ordered host calls, or only with those that the token passes through.
+    # Ordered with all other ordered host calls of lox, or only with those that the token passes through.
     del params
     results = [_compat.array_type(form.lanes(avals), dtype) for dtype in form.results]
     return [token, *results], _compat.host_call_effects if ordered else {_compat.emit_effect}

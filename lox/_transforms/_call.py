@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
 
-Transform = Callable[..., Any]  # (function, arguments, keyword arguments, *given)
+Transform = Callable[..., Any]  # (options, function, arguments, keyword arguments, *given)
 
 
 def reduce_option(reduce: Any) -> Any:
@@ -47,16 +47,24 @@ def wraps(fun: Any) -> Callable[[Wrapper], Wrapper]:
             f"lox transforms functions, and got {type(fun).__name__}: write `lox.spool(f)(x)`, not `lox.spool(f(x))`."
         )
 
+    attributes = _attributes.get(fun) if isinstance(fun, _compat.PjitFunction) else None
+    if attributes is None:
+        found = [(name, getattr(fun, name, None)) for name in functools.WRAPPER_ASSIGNMENTS]
+        attributes = [(n, x) for n, x in found if x is not None and (isinstance(x, str) or n not in _NAMES)]
+        if isinstance(fun, _compat.PjitFunction):
+            _attributes[fun] = attributes
+
     def decorate(wrapper: Wrapper) -> Wrapper:
-        for name in functools.WRAPPER_ASSIGNMENTS:
-            value = getattr(fun, name, None)
-            if value is not None and (isinstance(value, str) or name not in _NAMES):
-                setattr(wrapper, name, value)
+        for name, value in attributes:
+            setattr(wrapper, name, value)
         wrapper.__dict__.update(getattr(fun, "__dict__", {}))
         wrapper.__wrapped__ = fun  # type: ignore[attr-defined]
         return wrapper
 
     return decorate
+
+
+_attributes: Any = weakref.WeakKeyDictionary()  # of jitted functions, which may be transformed anew in every call
 
 
 def remembered(make: Callable[..., R]) -> Callable[..., R]:
@@ -93,7 +101,7 @@ _MANY = 64
 def calling(
     fun: Callable[..., Any], options: Any, transform: Transform, alone: Transform | None = None
 ) -> Callable[..., Any]:
-    """How to call `transform(fun, args, kwargs, *given)`: as `call(args, kwargs, *given)`.
+    """How to call `transform(options, fun, args, kwargs, *given)`: as `call(args, kwargs, *given)`.
 
     If `fun` is jitted, or a method or partial of a jitted function, the call is compiled as a whole, and has the speed
     of jit from the second time on. It has the static and donated arguments of `fun`. `alone` is another way to
@@ -103,9 +111,12 @@ def calling(
         return _calling_jitted(fun, options, transform, alone)
     jitted, before, keywords = _behind(fun)
     if not isinstance(jitted, _compat.PjitFunction):
-        return lambda args, kwargs, *given: transform(fun, args, kwargs, *given)
+        return lambda args, kwargs, *given: transform(options, fun, args, kwargs, *given)
     call = _calling_jitted(jitted, options, transform, alone)
     return lambda args, kwargs, *given: call((*before, *args), {**keywords, **kwargs}, *given)
+
+
+_PLACEHOLDER = getattr(functools, "Placeholder", object())  # since Python 3.14
 
 
 def _behind(fun: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -114,6 +125,8 @@ def _behind(fun: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     while type(fun) in (types.MethodType, functools.partial):
         if type(fun) is types.MethodType:
             fun, before = fun.__func__, (fun.__self__, *before)
+        elif any(x is _PLACEHOLDER for x in fun.args):
+            break
         else:
             fun, before, keywords = fun.func, (*fun.args, *before), {**fun.keywords, **keywords}
     return fun, before, keywords
@@ -127,11 +140,11 @@ def _calling_jitted(jitted: Any, options: Any, transform: Transform, alone: Tran
     if call is None:
         if len(known) >= _MANY:
             known.pop(next(iter(known)))  # a new reduction for every call would fill it
-        call = known[options] = _as_one_program(weakref.ref(jitted), transform, alone)
+        call = known[options] = _as_one_program(weakref.ref(jitted), options, transform, alone)
     return call
 
 
-def _as_one_program(fun: Any, transform: Transform, alone: Transform | None) -> Callable[..., Any]:
+def _as_one_program(fun: Any, options: Any, transform: Transform, alone: Transform | None) -> Callable[..., Any]:
     """Compile the call of a jitted function, to which this is a weak reference, as a whole."""
     is_movable = _compat.options_of_jit(fun()) is not None
     programs: dict[Any, Any] = {}
@@ -139,12 +152,12 @@ def _as_one_program(fun: Any, transform: Transform, alone: Transform | None) -> 
     def call(args: Any, kwargs: Any, *given: Any) -> Any:
         nonlocal alone
         if not (is_movable and _compat.is_evaluating()):
-            return transform(fun(), args, kwargs, *given)
+            return transform(options, fun(), args, kwargs, *given)
         program = programs.get(debugged := _compat.debugged())
         if program is None:
             # C++ does not look for NaNs in the results of programs that call the host.
             way = transform if alone is None or any(debugged) else alone
-            program = programs[debugged] = _program(fun, way, len(given))
+            program = programs[debugged] = _program(fun, functools.partial(way, options), len(given))
         try:
             return program(*given, *args, **kwargs) if given else program(*args, **kwargs)
         except _emit.NotAlone:
@@ -156,8 +169,9 @@ def _as_one_program(fun: Any, transform: Transform, alone: Transform | None) -> 
 
 
 def _program(fun: Any, transform: Transform, given: int) -> Any:
-    def transformed(*args: Any, **kwargs: Any) -> Any:
-        return transform(fun(), args[given:], kwargs, *args[:given])
+    # JAX compares the names of arguments, which are the user's, with these.
+    def transformed(*_lox_args: Any, **_lox_kwargs: Any) -> Any:
+        return transform(fun(), _lox_args[given:], _lox_kwargs, *_lox_args[:given])
 
     # For profiles, where programs go by the names of their functions.
     transformed.__name__ = transformed.__qualname__ = getattr(fun(), "__name__", "transformed")

@@ -44,10 +44,7 @@ class Remove(_handler.Drop):
 
 
 def _removing(fun: Callable[P, R], handler: Remove) -> Callable[P, R]:
-    def remove(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return _trace.run_staged(handler, fun, args, kwargs)
-
-    call = _call.calling(fun, handler, remove)
+    call = _call.calling(fun, handler, _trace.run_staged)
 
     @_call.wraps(fun)
     def removed(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -425,7 +425,7 @@ def _handler_of(
 
 def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Callable[P, tuple[R, logdict]]:
     """`spool` with checked options."""
-    call = _call.calling(fun, (handler, prefix), functools.partial(_collect, handler, prefix))
+    call = _call.calling(fun, (handler, prefix), _collect)
 
     @_call.wraps(fun)
     def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:
@@ -435,7 +435,8 @@ def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Calla
     return spooled
 
 
-def _collect(handler: Collect, prefix: str, fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
+def _collect(options: tuple[Collect, str], fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
+    handler, prefix = options
     out, frame = _trace.run_function(handler, fun, args, kwargs)
     with _compat.own_transfers():
         return out, finish(handler, frame, prefix)

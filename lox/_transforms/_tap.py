@@ -118,13 +118,11 @@ def run(
     handler: Any, fun: Callable[..., Any], args: Any, kwargs: Any, connection: Connection, given: dict[str, Any]
 ) -> Any:
     """Call a function with a handler whose last state is a token; raises the exception of a callback unchanged."""
-    alone = None
-    if handler.waits and handler.claims and connection.given:
-        alone = functools.partial(_transformed_alone, dataclasses.replace(handler, deliver=ALONE))
+    alone = _transformed_alone if handler.waits and handler.claims and connection.given else None
     try:
         at_once = handler.waits and not _compat.is_evaluating()
         with _handler.failing_at_once() if at_once else contextlib.nullcontext():
-            call = _call.calling(fun, handler, functools.partial(_transformed, handler), alone)
+            call = _call.calling(fun, handler, _transformed, alone)
             out, token = call(args, kwargs, {**given, **connection.given})
         if handler.waits and not isinstance(token, _compat.Tracer):
             jax.block_until_ready(token)  # it is ready once the last callback has returned
@@ -150,5 +148,5 @@ def _transformed(
 
 def _transformed_alone(handler: Any, fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     """`_transformed` as the whole of a program, in which nobody else is interested in the logs."""
-    fun = functools.partial(_transformed, handler, fun)
+    fun = functools.partial(_transformed, dataclasses.replace(handler, deliver=ALONE), fun)
     return _trace.run_staged(_handler.Drop(), fun, args, {}, evaluate=_emit.alone)

@@ -277,7 +277,8 @@ class Logger:
             connection = self._pipeline.connection()
             deliver = connection.deliver
 
-            def transform(fun: Callable[..., Any], args: Any, kwargs: Any, run: Any, given: Any) -> Any:
+            def transform(key: Any, fun: Callable[..., Any], args: Any, kwargs: Any, run: Any, given: Any) -> Any:
+                del key
                 out, logs = _spool(fun, **options)(*args, **kwargs)
                 if logs:
                     send(deliver, run, logs.to_bundles(), dropped=logs.dropped, **given)
