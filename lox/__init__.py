@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from lox import _export
 from lox import logify as logify
+from lox._data import _logdict
 from lox._data._histogram import Histogram as Histogram
 from lox._data._image import Image as Image
 from lox._data._logdict import logdict as logdict
@@ -121,6 +122,9 @@ if not TYPE_CHECKING:  # or every misspelt name would have a type
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_LATER})
+
+    # What the data has methods for, storeys above it.
+    _logdict.plotter = lambda *args, **options: __getattr__("plot")(*args, **options)
 
 
 del TYPE_CHECKING  # it is not a name of lox

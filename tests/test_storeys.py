@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import lox
@@ -145,3 +146,17 @@ def test_every_name_is_there_when_it_is_used() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=ROOT.parent)
     message = "AttributeError: module 'lox' has no attribute 'SaveLoger'. Did you mean: 'SaveLogger'?"
     assert done.stderr.count("Traceback") == 1 and done.stderr.splitlines()[-1] == message
+
+
+def test_logs_find_what_their_methods_need() -> None:
+    """In a process that has imported nothing but lox."""
+    program = """
+        import numpy as np, lox
+        logs = lox.logdict.from_arrays({"loss": np.ones((3, 2))}, steps={"step": np.arange(3)}, lanes=1)
+        print(logs.plot("loss"))
+        print("<table" in logs._repr_html_())
+        print(len(logs.to_dataframe()) if __import__("importlib.util").util.find_spec("pandas") else 6)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.stdout.splitlines() == ["<plot of 'loss': .save('plot.html'), .save('plot.png')>", "True", "6"], done

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lox import _errors
-from lox._data import _logdict
 from lox._data._logdict import logdict
 from lox._engine import _selection
 from lox.store import Runs
@@ -173,8 +172,6 @@ def plot(
         made.save(save)
     return made
 
-
-_logdict.plotter = plot
 
 _Grouped = list[tuple[str, str, list[tuple[str, Curve]]]]  # names, steps, and the curves by group
 
