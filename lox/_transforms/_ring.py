@@ -104,10 +104,12 @@ def _happens(event: Bundle) -> tuple[Any, Laned | None]:
 def _put(slot: Any, where: Any, by_lane: Laned | None, slots: Laned, x: Laned) -> Laned:
     """Put a value into a slot, or into a slot of each lane; only by selections, which cost no branch."""
     if by_lane is None:
-        old = lax.dynamic_index_in_dim(slots.tree, slot, keepdims=False)
-        item = _compat.on_mesh_of([old], x.tree)
-        new = lax.select(where, item, old)
-        return Laned(lax.dynamic_update_index_in_dim(slots.tree, new, slot, 0), x.flags)
+        # All on one mesh, which only some of them may have so far.
+        everything = [x.tree, slots.tree, where]
+        item, whole, where = (_compat.on_mesh_of(everything, a) for a in everything)
+        new = lax.select(where, item, lax.dynamic_index_in_dim(whole, slot, keepdims=False))
+        new = _compat.on_mesh_of([whole], new)
+        return Laned(lax.dynamic_update_index_in_dim(whole, new, slot, 0), x.flags)
     x = _lanes.widen(x, union("", x, by_lane))
     numbers = jnp.arange(slots.tree.shape[0], dtype=jnp.int32).reshape((-1,) + (1,) * slot.ndim)
     here = Laned((numbers == slot[None]) & where[None], by_lane.flags)
