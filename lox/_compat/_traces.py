@@ -44,11 +44,11 @@ def current_trace() -> Any:
 
 def _find_eval_trace() -> Any:
     # A new thread starts without transformations, even if lox is being imported inside one.
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(current_trace()))
+    traces: list[Any] = []
+    thread = threading.Thread(target=lambda: traces.append(current_trace()))
     thread.start()
     thread.join()
-    return found[0]
+    return traces[0]
 
 
 def _find_private_types() -> tuple[type, type, Any]:

@@ -68,7 +68,6 @@ def concrete_leaves(data: Any, concrete: Any) -> tuple[list[Any], list[Any]] | N
     return (treedefs, leaves) if leaves else None
 
 
-NUMPY = (np.ndarray, np.generic)  # making a union of them takes longer than asking for it
 LEAF = jax.tree.structure(0)  # of a value that is one array
 
 # For Python's numbers, the dtypes of JAX without and with 64 bits.

@@ -71,8 +71,8 @@ def _meaning(fun: Any) -> Any:
     try:
         meaning = _meanings[fun]
     except KeyError:
-        found = _fixed(fun, ())
-        meaning = _meanings[fun] = None if found is fun else found  # or it would keep itself alive
+        fixed = _fixed(fun, ())
+        meaning = _meanings[fun] = None if fixed is fun else fixed  # or it would keep itself alive
     except TypeError:  # it cannot be a key there, and may change
         meaning = None
     return fun if meaning is None else meaning

@@ -195,10 +195,10 @@ class Form:
         """The operands for this content, and the form that goes with them."""
         arrays, treedef = jax.tree.flatten(content)
         leads = [bundle.lead for bundle in content.bundles for _ in jax.tree.leaves(bundle)]
-        found: dict[Any, int] = {}
+        known: dict[Any, int] = {}
         places, operands = [], []
         for x, lead in itertools.zip_longest(arrays, leads):
-            place = found.setdefault((id(x), lead), len(operands))
+            place = known.setdefault((id(x), lead), len(operands))
             if place == len(operands):
                 operands.append(x)
             places.append(place)
@@ -438,8 +438,8 @@ class Unpacker:
             if part.valid is not None and not arrays[part.valid].any():
                 continue
             for key, treedef, leaves in part.values:
-                found = [arrays[n] for n in leaves]
-                value = found[0] if treedef == SINGLE else jax.tree.unflatten(treedef, found)
+                parts = [arrays[n] for n in leaves]
+                value = parts[0] if treedef == SINGLE else jax.tree.unflatten(treedef, parts)
                 dict.__setitem__(logs, key, value)
                 layout = logs._layouts[key] = part.layouts[key]
                 if layout.valid_flags:

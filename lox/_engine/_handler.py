@@ -107,7 +107,7 @@ class Handler:
         """The keys of a log that a tally counts."""
         raise NotImplementedError
 
-    def split(self, frame: "Frame", jaxprs: Iterable[Any], length: int | None = None) -> "Blocks | None":
+    def split(self, frame: "Frame", jaxprs: Sequence[Any], length: int | None = None) -> "Blocks | None":
         """How to split a loop whose iterations run these jaxprs; None if it is not split."""
         return None
 

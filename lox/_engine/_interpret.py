@@ -250,11 +250,16 @@ BLOCK = _compat.Primitive("lox_block")  # stands for anything that runs jaxprs
 
 def tally(jaxpr: Any, scope: str, select: Callable[[Meta, str], Iterable[str]]) -> dict[str, Tally]:
     """Count the events of each key in a jaxpr that is in `scope`; `select` gives the keys of a log that count."""
+    eqns = _compat.split_jaxpr(jaxpr)[0].eqns if _compat.has_logs(jaxpr) else []
+    return add_tallies(tally_of(eqn.primitive, eqn.params, scope_of(eqn, scope), select) for eqn in eqns)
+
+
+def add_tallies(tallies: Iterable[dict[str, Tally]]) -> dict[str, Tally]:
+    """The events of each key in several parts of a program, all of which run."""
     total: dict[str, Tally] = {}
-    if _compat.has_logs(jaxpr):
-        for eqn in _compat.split_jaxpr(jaxpr)[0].eqns:
-            for key, of_eqn in tally_of(eqn.primitive, eqn.params, scope_of(eqn, scope), select).items():
-                total[key] = total.get(key, Tally()) + of_eqn
+    for part in tallies:
+        for key, count in part.items():
+            total[key] = total.get(key, Tally()) + count
     return total
 
 

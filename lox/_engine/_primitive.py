@@ -209,11 +209,11 @@ def _log_now(data: Mapping[str, Any], steps: dict[str, Any], prefix: str, explic
 
     None if it is not such an event, or not one that can be logged, which the caller has the messages for.
     """
-    found = _arrays.concrete_leaves(data, _arrays.concrete)
+    concrete = _arrays.concrete_leaves(data, _arrays.concrete)
     numbers = {name: _arrays.concrete(step) for name, step in steps.items()}
-    if found is None or not all([_is_step(x) for x in numbers.values()]):
+    if concrete is None or not all([_is_step(x) for x in numbers.values()]):
         return None
-    treedefs, values = found
+    treedefs, values = concrete
     keys = [prefix + key for key in data] if prefix else [*data]
     scope = _compat.open_scopes()
     if not explicit and _sink.config.sink != "off":

@@ -49,8 +49,8 @@ def wraps(fun: Any) -> Callable[[Wrapper], Wrapper]:
 
     attributes = _attributes.get(fun) if isinstance(fun, _compat.PjitFunction) else None
     if attributes is None:
-        found = [(name, getattr(fun, name, None)) for name in functools.WRAPPER_ASSIGNMENTS]
-        attributes = [(n, x) for n, x in found if x is not None and (isinstance(x, str) or n not in _NAMES)]
+        pairs = [(name, getattr(fun, name, None)) for name in functools.WRAPPER_ASSIGNMENTS]
+        attributes = [(n, x) for n, x in pairs if x is not None and (isinstance(x, str) or n not in _NAMES)]
         if isinstance(fun, _compat.PjitFunction):
             _attributes[fun] = attributes
 
@@ -74,13 +74,13 @@ def remembered(make: Callable[..., R]) -> Callable[..., R]:
     """
     known = functools.lru_cache(256, typed=True)(make)
 
-    def of(*options: Any) -> R:
+    def remember(*options: Any) -> R:
         for option in options:
             if type(option) not in _PLAIN:
                 return make(*options)
         return known(*options)
 
-    return of
+    return remember
 
 
 _PLAIN = frozenset([type(None), str, int, bool])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from lox._data._lanes import Laned
 from lox._engine import _devices, _emit, _handler, _interpret
 from lox._engine._emit import Deliver
 from lox._engine._event import Event, Meta
-from lox._engine._handler import Frame, Handler, Tally
+from lox._engine._handler import Frame, Handler
 from lox._engine._primitive import bind
 from lox._engine._selection import Names
 from lox._transforms._deliver import BufferedDelivery, Delivery
@@ -140,17 +140,15 @@ class Stream(Handler):
 
     # --- blocks of iterations ---
 
-    def split(self, frame: Frame, jaxprs: Iterable[Any], length: int | None = None) -> "Blocks | None":
+    def split(self, frame: Frame, jaxprs: Sequence[Any], length: int | None = None) -> "Blocks | None":
         """How to split a loop whose iterations run these jaxprs; None if it cannot be split."""
         del length
         if not self.buffer:
             return None
-        total: dict[str, Tally] = {}
-        stacked: set[str] = set()
-        for jaxpr in jaxprs:
-            for key, tally in _interpret.tally(jaxpr, frame.eqn_scope, self.collect.selection.keys).items():
-                total[key] = total.get(key, Tally()) + tally
-            stacked.update(_interpret.tally(jaxpr, frame.eqn_scope, self.collect.counts))
+        total, stacked = (
+            _interpret.add_tallies(_interpret.tally(jaxpr, frame.eqn_scope, select) for jaxpr in jaxprs)
+            for select in (self.collect.selection.keys, self.collect.counts)
+        )
         most = max((t.count for t in total.values()), default=0)
         if not most or most == math.inf:
             return None

@@ -8,7 +8,7 @@ call. In between, and outside of loops, the host is called if an event has faile
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -24,7 +24,7 @@ from lox._data._logdict import SINGLE
 from lox._engine import _emit, _interpret
 from lox._engine._emit import RECORD, RELEASE, Deliver
 from lox._engine._event import Event, Meta
-from lox._engine._handler import Frame, Handler, Keep, Tally
+from lox._engine._handler import Frame, Handler, Keep
 from lox._engine._primitive import bind
 from lox._engine._selection import Names, Selection
 from lox._errors import NonFiniteError
@@ -174,12 +174,9 @@ class Watch(Record):
         del frame
         return None
 
-    def split(self, frame: Frame, jaxprs: Iterable[Any], length: int | None = None) -> "Checked | None":
+    def split(self, frame: Frame, jaxprs: Sequence[Any], length: int | None = None) -> "Checked | None":
         """Split a loop into blocks, unless one of its iterations logs enough for a check."""
-        total: dict[str, Tally] = {}
-        for jaxpr in jaxprs:
-            for key, tally in _interpret.tally(jaxpr, frame.eqn_scope, _all_keys).items():
-                total[key] = total.get(key, Tally()) + tally
+        total = _interpret.add_tallies(_interpret.tally(j, frame.eqn_scope, _all_keys) for j in jaxprs)
         most = max((t.count for t in total.values()), default=0)
         if not 0 < most <= _FEWEST:
             return None
@@ -304,8 +301,9 @@ def watch(
         argnames: Watch these keys only; globs such as `"train/*"` are allowed.
         tags: Watch logs with one of these tags only.
         last: Keep the last events of every key, watched or not, up to this number, in each lane: a flight recorder.
-            `error.logs` has them, up to the one that failed. Each log line needs memory for as many events on the
-            device. By default, `error.logs` has only the event that failed.
+            `error.logs` has them, up to the one that failed; of a key whose values have several shapes, those like the
+            newest. Each log line needs memory for as many events on the device. By default, `error.logs` has only the
+            event that failed.
 
     Returns:
         A function with the signature and result of `fun`.

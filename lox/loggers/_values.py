@@ -35,18 +35,21 @@ def packet_now(data: Mapping[str, Any], steps: Mapping[str, Any], prefix: str, r
     """
     if isinstance(data, logdict) or not isinstance(data, Mapping):
         return None
-    found = _arrays.concrete_leaves(data, _concrete)
+    concrete = _arrays.concrete_leaves(data, _concrete)
     numbers = {name: _concrete(step) for name, step in steps.items()}
-    if found is None or not all([x is not None and not x.shape for x in numbers.values()]):
+    if concrete is None or not all([x is not None and not x.shape for x in numbers.values()]):
         return None
-    treedefs, values = found
+    treedefs, values = concrete
     keys = tuple([prefix + key for key in data]) if prefix else tuple(data)
     return packet_of_event(keys, tuple(treedefs), values, numbers, run)
 
 
+_NUMPY = (np.ndarray, np.generic)  # to make a union of them takes longer than to ask
+
+
 def _concrete(x: Any) -> Any:
     """The same array as `_array`, if it is whole and made of numbers."""
-    if isinstance(x, _arrays.NUMPY):
+    if isinstance(x, _NUMPY):
         return x if x.dtype.kind in "biufcV" else None
     return _arrays.concrete(x)
 
