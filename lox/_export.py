@@ -8,22 +8,17 @@ from jax import export
 from lox import logify
 from lox._data._histogram import Edges, Histogram
 from lox._data._image import Image
-from lox._data._logdict import Layout, _Keys, logdict
+from lox._data._logdict import Layout, Structure, logdict
 from lox._data._logger_state import LoggerState
 
 
-def _layouts_to_bytes(aux: Any) -> bytes:
-    keys, layouts = aux
-    return json.dumps({"keys": keys, "layouts": {key: layout._asdict() for key, layout in layouts}}).encode()
+def _structure_to_bytes(structure: Structure) -> bytes:
+    return json.dumps({key: layout._asdict() for key, layout in structure.layouts.items()}).encode()
 
 
-def _layouts_from_bytes(data: bytes) -> Any:
-    found = json.loads(data)
-    layouts = {
-        key: Layout(**{name: _as_tuples(value) for name, value in layout.items()})
-        for key, layout in found["layouts"].items()
-    }
-    return _Keys(found["keys"]), tuple(layouts.items())
+def _structure_from_bytes(data: bytes) -> Structure:
+    layouts = json.loads(data).items()
+    return Structure({k: Layout(**{name: _as_tuples(x) for name, x in layout.items()}) for k, layout in layouts})
 
 
 def _as_tuples(x: Any) -> Any:
@@ -37,8 +32,8 @@ def install() -> None:
     register(
         logdict,
         serialized_name="lox.logdict",
-        serialize_auxdata=_layouts_to_bytes,
-        deserialize_auxdata=_layouts_from_bytes,
+        serialize_auxdata=_structure_to_bytes,
+        deserialize_auxdata=_structure_from_bytes,
     )
     register(
         Histogram,

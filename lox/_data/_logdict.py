@@ -46,19 +46,22 @@ def _deep(x: Any, flags: Flags, depth: int, lead: Flags) -> Laned:
     return Laned(x, (*lead, *flags) if flags else lead)
 
 
-class _Keys(tuple[str, ...]):
-    """Keys in the order of logging, which is for display only: it does not make two structures differ."""
+class Structure:
+    """The axes of all keys. The keys are in the order of logging, which does not make two structures differ."""
 
-    __slots__ = ()
+    __slots__ = ("layouts",)
+
+    def __init__(self, layouts: dict[str, Layout]):
+        self.layouts = layouts
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Keys) and sorted(self) == sorted(other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+        return isinstance(other, Structure) and self.layouts == other.layouts
 
     def __hash__(self) -> int:
-        return hash(tuple(sorted(self)))
+        return hash(frozenset(self.layouts.items()))
+
+    def __repr__(self) -> str:
+        return repr(self.layouts)
 
 
 _new, _set = dict.__new__, dict.__setitem__
@@ -152,25 +155,25 @@ class logdict(dict[str, Any]):
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Values, steps and validity are children; keys and axes are structure."""
         steps = {name: present for name in sorted(self.steps) if (present := self._of_present(self.steps[name]))}
-        children = (
-            (jax.tree_util.GetAttrKey("values"), {k: self[k] for k in sorted(self)}),
-            (jax.tree_util.GetAttrKey("steps"), steps),
-            (jax.tree_util.GetAttrKey("valid"), self._of_present(self._valid)),
-            (jax.tree_util.GetAttrKey("dropped"), self._of_present(self.dropped)),
-        )
-        layouts = tuple((k, self._layout(k)) for k in sorted(self))
-        return children, (_Keys(self), layouts)
+        valid, dropped = self._of_present(self._valid), self._of_present(self.dropped)
+        children = [("values", {k: self[k] for k in sorted(self)}), ("steps", steps)]
+        if valid or dropped:
+            children += [("valid", valid), ("dropped", dropped)]
+        structure = Structure({k: self._layout(k) for k in self})
+        return tuple((jax.tree_util.GetAttrKey(name), child) for name, child in children), structure
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> "logdict":
+    def tree_unflatten(cls, aux: Structure, children: Any) -> "logdict":
         """The inverse of `tree_flatten_with_keys`."""
-        # Not by `__init__`, which would copy: every call of a spooled function comes through here.
-        keys, layouts = aux
-        values, steps, valid, dropped = children
-        logs = _new(cls)
-        for key in keys:
+        # Not by `__init__`, which would copy: every call of a spooled function comes through here. So its results
+        # share their layouts, which nothing changes in place but what has made them.
+        logs, layouts, values = _new(cls), aux.layouts, children[0]
+        for key in layouts:
             _set(logs, key, values[key])
-        logs.__dict__ = {"steps": steps, "_valid": valid, "dropped": dropped, "_layouts": dict(layouts)}
+        if len(children) == 2:
+            logs.__dict__ = {"steps": children[1], "_valid": {}, "dropped": {}, "_layouts": layouts}
+        else:
+            logs.__dict__ = {"steps": children[1], "_valid": children[2], "dropped": children[3], "_layouts": layouts}
         return logs
 
     def _layout(self, key: str) -> Layout:

@@ -47,12 +47,12 @@ def wraps(fun: Any) -> Callable[[Wrapper], Wrapper]:
             f"lox transforms functions, and got {type(fun).__name__}: write `lox.spool(f)(x)`, not `lox.spool(f(x))`."
         )
 
-    attributes = _attributes.get(fun) if isinstance(fun, _compat.PjitFunction) else None
+    known = _known_of(fun) if isinstance(fun, _compat.PjitFunction) else _Known()
+    attributes = known.attributes
     if attributes is None:
         pairs = [(name, getattr(fun, name, None)) for name in functools.WRAPPER_ASSIGNMENTS]
         attributes = [(n, x) for n, x in pairs if x is not None and (isinstance(x, str) or n not in _NAMES)]
-        if isinstance(fun, _compat.PjitFunction):
-            _attributes[fun] = attributes
+        known.attributes = attributes
 
     def decorate(wrapper: Wrapper) -> Wrapper:
         for name, value in attributes:
@@ -64,7 +64,22 @@ def wraps(fun: Any) -> Callable[[Wrapper], Wrapper]:
     return decorate
 
 
-_attributes: Any = weakref.WeakKeyDictionary()  # of jitted functions, which may be transformed anew in every call
+class _Known:
+    """What is known of a jitted function, which may be transformed anew in every call."""
+
+    def __init__(self) -> None:
+        self.attributes: list[tuple[str, Any]] | None = None
+        self.calls: dict[Any, OneProgram] = {}  # by options
+
+
+_known: Any = weakref.WeakKeyDictionary()  # the values must not refer to the key
+
+
+def _known_of(jitted: Any) -> _Known:
+    known = _known.get(jitted)
+    if known is None:
+        known = _known[jitted] = _Known()
+    return known
 
 
 def remembered(make: Callable[..., R]) -> Callable[..., R]:
@@ -93,14 +108,23 @@ def prefix_option(given: Any) -> str:
     return given
 
 
-# For each jitted function, by options: how to call it. Weak, so the values must not refer to the key.
-_calls: Any = weakref.WeakKeyDictionary()
 _MANY = 64
 
 
-def calling(
-    fun: Callable[..., Any], options: Any, transform: Transform, alone: Transform | None = None
-) -> Callable[..., Any]:
+class Call:
+    """How a transformed function is called: `call(args, kwargs, *given)`."""
+
+    usual: Any = None  # a faster way if `_compat.is_usual()`: `usual(*given, *args, **kwargs)`
+
+    def __init__(self, call: Callable[..., Any]):
+        self._call = call
+
+    def __call__(self, args: Any, kwargs: Any, *given: Any) -> Any:
+        """Call it."""
+        return self._call(args, kwargs, *given)
+
+
+def calling(fun: Callable[..., Any], options: Any, transform: Transform, alone: Transform | None = None) -> Call:
     """How to call `transform(options, fun, args, kwargs, *given)`: as `call(args, kwargs, *given)`.
 
     If `fun` is jitted, or a method or partial of a jitted function, the call is compiled as a whole, and has the speed
@@ -111,9 +135,9 @@ def calling(
         return _calling_jitted(fun, options, transform, alone)
     jitted, before, keywords = _behind(fun)
     if not isinstance(jitted, _compat.PjitFunction):
-        return lambda args, kwargs, *given: transform(options, fun, args, kwargs, *given)
+        return Call(lambda args, kwargs, *given: transform(options, fun, args, kwargs, *given))
     call = _calling_jitted(jitted, options, transform, alone)
-    return lambda args, kwargs, *given: call((*before, *args), {**keywords, **kwargs}, *given)
+    return Call(lambda args, kwargs, *given: call((*before, *args), {**keywords, **kwargs}, *given))
 
 
 _PLACEHOLDER = getattr(functools, "Placeholder", object())  # since Python 3.14
@@ -132,40 +156,45 @@ def _behind(fun: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return fun, before, keywords
 
 
-def _calling_jitted(jitted: Any, options: Any, transform: Transform, alone: Transform | None) -> Callable[..., Any]:
-    known = _calls.get(jitted)
-    if known is None:
-        known = _calls[jitted] = {}
-    call = known.get(options)
+def _calling_jitted(jitted: Any, options: Any, transform: Transform, alone: Transform | None) -> "OneProgram":
+    calls = _known_of(jitted).calls
+    call = calls.get(options)
     if call is None:
-        if len(known) >= _MANY:
-            known.pop(next(iter(known)))  # a new reduction for every call would fill it
-        call = known[options] = _as_one_program(weakref.ref(jitted), options, transform, alone)
+        if len(calls) >= _MANY:
+            calls.pop(next(iter(calls)))  # a new reduction for every call would fill it
+        call = calls[options] = OneProgram(weakref.ref(jitted), options, transform, alone)
     return call
 
 
-def _as_one_program(fun: Any, options: Any, transform: Transform, alone: Transform | None) -> Callable[..., Any]:
-    """Compile the call of a jitted function, to which this is a weak reference, as a whole."""
-    is_movable = _compat.options_of_jit(fun()) is not None
-    programs: dict[Any, Any] = {}
+class OneProgram(Call):
+    """A call of a jitted function, to which `fun` is a weak reference, that is compiled as a whole."""
 
-    def call(args: Any, kwargs: Any, *given: Any) -> Any:
-        nonlocal alone
-        if not (is_movable and _compat.is_evaluating()):
-            return transform(options, fun(), args, kwargs, *given)
-        program = programs.get(debugged := _compat.debugged())
+    def __init__(self, fun: Any, options: Any, transform: Transform, alone: Transform | None):
+        self._fun, self._options, self._transform, self._alone = fun, options, transform, alone
+        self._is_movable = _compat.options_of_jit(fun()) is not None
+        self._programs: dict[Any, Any] = {}
+
+    def __call__(self, args: Any, kwargs: Any, *given: Any) -> Any:
+        """Call the program, or outside of it."""
+        try:
+            if self.usual is not None and _compat.is_usual():
+                return self.usual(*given, *args, **kwargs)
+            if not (self._is_movable and _compat.is_evaluating()):
+                return self._transform(self._options, self._fun(), args, kwargs, *given)
+            return self._program(len(given))(*given, *args, **kwargs)
+        except _emit.NotAlone:
+            self._alone = self.usual = None
+            self._programs.clear()
+        return self(args, kwargs, *given)
+
+    def _program(self, given: int) -> Any:
+        program = self._programs.get(debugged := _compat.debugged())
         if program is None:
             # C++ does not look for NaNs in the results of programs that call the host.
-            way = transform if alone is None or any(debugged) else alone
-            program = programs[debugged] = _program(fun, functools.partial(way, options), len(given))
-        try:
-            return program(*given, *args, **kwargs) if given else program(*args, **kwargs)
-        except _emit.NotAlone:
-            alone = None
-            programs.clear()
-        return call(args, kwargs, *given)
-
-    return call
+            way = self._transform if self._alone is None or any(debugged) else self._alone
+            program = self._programs[debugged] = _program(self._fun, functools.partial(way, self._options), given)
+            self.usual = self._programs.get((False, False))
+        return program
 
 
 def _program(fun: Any, transform: Transform, given: int) -> Any:

@@ -42,6 +42,14 @@ class Collect(Handler):
     interval: int | None = None
     keep_logs: bool = False
 
+    def __hash__(self) -> int:
+        """Computed once, since every call of a transformed function asks for it."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.selection, self.reduce, self.capacity, self.interval, self.keep_logs))
+
     @property
     def names(self) -> Names | None:
         """The names in the options."""
@@ -429,7 +437,8 @@ def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Calla
 
     @_call.wraps(fun)
     def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:
-        out, logs = result = call(args, kwargs)
+        program = call.usual if _compat.is_usual() else None
+        out, logs = result = call(args, kwargs) if program is None else program(*args, **kwargs)
         return (out, _looked_at_later(logs)) if logs._valid or logs.dropped else result
 
     return spooled
