@@ -292,6 +292,50 @@ def test_an_eager_scan_is_compiled_once() -> None:
     assert compiled == []
 
 
+def counting(x: Any, t: Any) -> Any:
+    lox.log({"x": x}, step=t)
+    return x + 1, None
+
+
+def doubling(x: Any) -> Any:
+    lox.log({"x": x})
+    return 2 * x
+
+
+def is_small(x: Any) -> Any:
+    return x < 5
+
+
+LOOPS = {
+    "scan": lambda x: lax.scan(counting, x, jnp.arange(3))[0],
+    "while": lambda x: lax.while_loop(is_small, doubling, x),
+    "cond": lambda x: lax.cond(x > 0, doubling, jnp.sin, x),
+}
+
+
+NESTED = {
+    "spool(tap)": lambda f: lox.spool(lox.tap(f, len), capacity=9),
+    "spool(tap(buffer))": lambda f: lox.spool(lox.tap(f, len, buffer=2), capacity=9),
+    "spool(watch)": lambda f: lox.spool(lox.watch(f), reduce="mean"),
+    "spool(nolog)": lambda f: lox.spool(lox.nolog(f)),
+    "tap(spool)": lambda f: lox.tap(lox.spool(f, keep_logs=True, capacity=9), len),
+    "tap(tap)": lambda f: lox.tap(lox.tap(f, len, reduce="mean"), len),
+    "nolog(spool)": lambda f: lox.nolog(lox.spool(f, keep_logs=True, capacity=9)),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("nested", NESTED)
+def test_one_transformation_around_another_compiles_a_loop_once(nested: str, loop: str) -> None:
+    x, results = jnp.float32(1), []
+    for _ in range(2):
+        results.append(jax.block_until_ready(NESTED[nested](LOOPS[loop])(x)))
+    with count_compilations() as compiled:
+        results.append(jax.block_until_ready(NESTED[nested](LOOPS[loop])(x)))
+    assert compiled == []
+    assert len({str(result) for result in results}) == 1
+
+
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_static_arguments(transform: str) -> None:
     def f(x: Any, n: int, mode: str) -> Any:

@@ -5,6 +5,7 @@ rebuilt by its rule. Nothing that is read is mutated.
 """
 
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -346,11 +347,9 @@ def run_compiled(frame: Frame, primitive: Any, params: dict[str, Any], args: Seq
         cache = _compiled.setdefault(jaxpr, {}).setdefault(donated, {})
         return frame.settle(lambda state: run_jitted(frame, lambda: jaxpr, state, args, cache, donated, params["name"]))
     anchor, *others = _compat.sub_jaxprs(params)
-    # By identity, since the key must not keep the anchor alive.
-    identity = tuple((name, _identity(value)) for name, value in sorted(params.items()))
     types = types_of(list(args))
-
-    cache = _compiled.setdefault(anchor, {}).setdefault((primitive, identity, tuple(types)), {})
+    # By identity, since the key must not keep the anchor alive.
+    cache = _compiled.setdefault(anchor, {}).setdefault((primitive, _identities(params), tuple(types)), {})
     cache["alive"] = others  # their identities are in the key
 
     def alone() -> Any:
@@ -388,6 +387,33 @@ def run_jitted(
     outs, state, piece = rebuilt.unpack(compiled(*jax.tree.leaves(state), *args))
     frame.absorb(state, piece, rebuilt.keys, rebuilt)
     return outs
+
+
+class Equation:
+    """A primitive with its parameters, equal to others that have the same jaxprs."""
+
+    def __init__(self, primitive: Any, params: dict[str, Any]):
+        self.primitive, self.params = primitive, params
+        self._key = primitive, _identities(params)  # the parameters are kept alive with it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equation) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+@functools.lru_cache(64)
+def in_jit(eqn: Equation) -> Any:
+    """The same equation in a jitted function, of which there is one. It is kept, as JAX keeps equations outside of jit.
+
+    Not weakly: the program refers to the jaxprs by which it is found.
+    """
+    return jax.jit(functools.partial(eqn.primitive.bind, **eqn.params))
+
+
+def _identities(params: dict[str, Any]) -> Any:
+    return tuple((name, _identity(value)) for name, value in sorted(params.items()))
 
 
 def _identity(value: Any) -> Any:

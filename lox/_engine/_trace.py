@@ -5,7 +5,6 @@ flow keeps working. What contains logs is rebuilt by `_interpret`.
 """
 
 import contextlib
-import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +16,9 @@ from lox._engine import _hidden
 from lox._engine._handler import Drop, Frame, Handler, Tally, inside, types_of
 from lox._engine._interpret import (
     BLOCK,
+    Equation,
     apply_rule,
+    in_jit,
     interpret,
     run_compiled,
     run_jitted,
@@ -45,7 +46,8 @@ def _announced(frame: Frame, find: Callable[[], dict[str, Tally]]) -> Iterator[N
 
 # Primitives that JAX evaluates equation by equation outside of all transformations. Compiling them would require more.
 _EVALUATED = frozenset(["remat2", "checkpoint", "remat_opt", "custom_vmap_call"])
-_LOOPS = frozenset(["scan", "while"])
+# Those whose rebuilt form is a new program every time: JAX knows a program by the identity of its jaxprs.
+_REBUILT = frozenset(["scan", "while", "cond"])
 # The errors of tracing where Python needs a value.
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -118,13 +120,12 @@ class LogTrace(PassingTrace):
             if evaluating and primitive.name in _EVALUATED:
                 with _compat.set_current_trace(self):
                     return primitive.impl(*tracers, **params)
-            frame, handler = self.frame, self.frame.handler
-            staged = evaluating or handler.in_place or primitive.name not in _LOOPS
-            if not staged and _compat.underneath(self) is _compat.eval_trace:
+            if not evaluating and primitive.name in _REBUILT and _compat.underneath(self) is _compat.eval_trace:
                 # Inside of another transformation of lox, outside of jit: what the handler puts into the carry, and
-                # the host calls between blocks, belong into one program with the loop.
+                # the host calls between blocks, belong into one program with the loop, which is made only once.
                 with _compat.set_current_trace(self):
-                    return jax.jit(functools.partial(primitive.bind, **params))(*tracers)
+                    return in_jit(Equation(primitive, params))(*tracers)
+            frame, handler = self.frame, self.frame.handler
             frame.list_logs(primitive, params)
             with _announced(frame, lambda: tally_of(primitive, params, frame.here(), handler.counts)):
                 self._place_state(lambda: _compat.operands_of(params, tracers))
