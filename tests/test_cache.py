@@ -292,6 +292,34 @@ def test_an_eager_scan_is_compiled_once() -> None:
     assert compiled == []
 
 
+@pytest.mark.parametrize(
+    "options, programs",
+    [({}, ["half", "join"]), ({"reduce": "mean"}, ["half", "half", "join"]), ({"reduce": "std"}, ["half", "half", "join"])],
+)
+def test_logs_of_a_few_jitted_functions_are_joined_by_one_program(options: Any, programs: list[str]) -> None:
+    """With a state, there is a program for the first call, which begins it, and one for the others."""
+
+    @jax.jit
+    def half(x: Any) -> Any:
+        lox.log({"x": x, "y": {"z": -x}}, step=1)
+        return x / 2
+
+    def f(x: Any) -> Any:
+        return half(half(half(x)))
+
+    x = jnp.float32(8)
+    with count_compilations() as compiled:
+        out, logs = lox.spool(f, **options)(x)
+    assert [name.removeprefix("Compiling ").removeprefix("jit(").removesuffix(")") for name in compiled] == programs
+    values = {"mean": (8 + 4 + 2) / 3, "std": float(np.std([8, 4, 2])), None: [8, 4, 2]}[options.get("reduce")]
+    np.testing.assert_allclose(logs["x"], values, rtol=1e-6)
+    assert logs.step["x"].tolist() == ([1, 1, 1] if not options else 1)
+    assert float(out) == 1.0
+    with count_compilations() as compiled:
+        lox.spool(f, **options)(x)
+    assert compiled == []
+
+
 def counting(x: Any, t: Any) -> Any:
     lox.log({"x": x}, step=t)
     return x + 1, None

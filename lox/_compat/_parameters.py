@@ -73,12 +73,10 @@ def with_common_types(jaxprs: list[Any], avals: list[Any]) -> list[Any]:
 
 def is_plain_jit(params: dict[str, Any]) -> bool:
     """Whether a jit has no sharding, layout or compiler option."""
-    return (
-        all(s is UNSPECIFIED for s in (*params["in_shardings"], *params["out_shardings"]))
-        and all(x is None for x in (*params["in_layouts"], *params["out_layouts"]))
-        and not params["compiler_options_kvs"]
-        and not params["keep_unused"]
-    )
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    plain = shardings.count(UNSPECIFIED) == len(shardings) and layouts.count(None) == len(layouts)
+    return plain and not params["compiler_options_kvs"] and not params["keep_unused"]
 
 
 # Some versions count donated arguments among those that are not static.

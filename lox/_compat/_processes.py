@@ -2,6 +2,7 @@
 
 import functools
 import secrets
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,12 +53,14 @@ def is_on_several_devices(tree: Any) -> bool:
     return any(len(x.sharding.device_set) > 1 for x in arrays)
 
 
-def are_on_one_device(tree: Any) -> bool:
-    """Tell whether all arrays of a tree are concrete, and on the same device."""
-    arrays = jax.tree.leaves(tree)
+def are_on_one_device(arrays: Sequence[Any]) -> bool:
+    """Tell whether all of these are concrete arrays, and on the same device."""
     if any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in arrays):
         return False
-    return len({x.device for x in arrays}) == 1 and isinstance(arrays[0].device, jax.Device)
+    # Results of one program share their shardings, which take longer to compare than to tell apart.
+    shardings = {id(sharding): sharding for sharding in [x.sharding for x in arrays]}
+    devices = [sharding.device_set for sharding in shardings.values()]
+    return len(devices[0]) == 1 and all(x == devices[0] for x in devices)
 
 
 def is_split(x: Any) -> bool:

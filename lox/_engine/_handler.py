@@ -43,6 +43,11 @@ class Handler:
     sees_calls: ClassVar[bool] = False  # whether host calls are handed to it too
     masks_lanes: ClassVar[bool] = True  # whether events in Equinox's loops count only while their lane continues
 
+    @property
+    def foresees(self) -> bool:
+        """Whether it has to know how many events come: whether it has the methods `before` and `after`."""
+        return False
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
 
@@ -97,11 +102,13 @@ class Handler:
     def leave(self, frame: "Frame", before: Any) -> None:
         """Called at the end of a block inside of the function, which began with the state `before`."""
 
-    def before(self, frame: "Frame", find: Callable[[], dict[str, Tally]]) -> None:
-        """Called at the outermost level before something with logs runs; `find()` says how many."""
+    def before(self, frame: "Frame", tallies: dict[str, Tally]) -> None:
+        """Called at the outermost level before something with logs runs, with how many of each key."""
+        raise NotImplementedError
 
     def after(self, frame: "Frame", completed: bool) -> None:
         """Called when it has run or failed."""
+        raise NotImplementedError
 
     def counts(self, meta: Meta, scope: str) -> list[str]:
         """The keys of a log that a tally counts."""
@@ -167,6 +174,26 @@ class Place(NamedTuple):
     jaxpr: Any
     eqn: Any
     args: Sequence[Any]
+
+
+@jax.tree_util.register_pytree_node_class
+class Packed:
+    """A piece as a compiled program returns it: a list of arrays, which become bundles when somebody needs them."""
+
+    def __init__(self, structure: Any, arrays: Sequence[Any]):
+        self.structure, self.arrays = structure, arrays
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(jax.tree.unflatten(self.structure, self.arrays))
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The arrays are children."""
+        return self.arrays, self.structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: Any, arrays: Any) -> "Packed":
+        """The inverse of `tree_flatten`."""
+        return cls(structure, arrays)
 
 
 _NO_AXES: frozenset[Any] = frozenset()
@@ -255,7 +282,7 @@ class Frame:
         if inside.may_fail and _compat.is_evaluating():
             jax.block_until_ready((state, piece))
         self.state, self.fresh = state, False
-        if jax.tree.leaves(piece):
+        if type(piece) is Packed or jax.tree.leaves(piece):
             self.collect(piece, source)
         for key, certain in keys.items():
             self.note(key, certain)
@@ -292,6 +319,8 @@ def types_of(tree: Any) -> Any:
 
 
 def signature(state: Any) -> Any:
+    if not state:
+        return ()  # asked in every call
     leaves, treedef = jax.tree.flatten(state)
     avals = [_compat.aval_of(x) for x in leaves]
     return treedef, tuple((a.shape, a.dtype, _compat.varying_axes(a), _compat.explicit_axes(a)) for a in avals)

@@ -12,8 +12,7 @@ Inside a transformation each of them is an error instead of a lost event.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -22,20 +21,18 @@ from lox._compat import LogMark
 
 
 class _Around(threading.local):
+    """How many transformations are on the stack of this thread."""
+
     depth = 0
 
+    def __enter__(self) -> None:
+        self.depth += 1
 
-_around = _Around()  # how many transformations are on the stack of this thread
+    def __exit__(self, *exception: object) -> None:
+        self.depth -= 1
 
 
-@contextmanager
-def transforming() -> Iterator[None]:
-    """Mark that a transformation runs a function, so that no log may bypass it."""
-    _around.depth += 1
-    try:
-        yield
-    finally:
-        _around.depth -= 1
+transforming = _around = _Around()  # `with transforming:` marks that one runs a function, so that no log may bypass it
 
 
 def is_transforming() -> bool:

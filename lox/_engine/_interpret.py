@@ -16,7 +16,7 @@ import jax
 from lox import _compat, _errors
 from lox._engine import _emit
 from lox._engine._event import Event, Meta
-from lox._engine._handler import Frame, Grown, Handler, Place, Retrace, Tally, scope_of, signature, types_of
+from lox._engine._handler import Frame, Grown, Handler, Packed, Place, Retrace, Tally, scope_of, signature, types_of
 from lox._engine._primitive import log_p
 
 
@@ -303,14 +303,20 @@ class Transformed:
             self.jaxpr = _compat.without_dead_code(self.jaxpr, types)
         self.grown = signature(self.struct) != signature(types_of(state))
         self._state_tree, self._piece_tree = jax.tree.structure(self.struct), jax.tree.structure(self.piece)
+        self._end = self.outs + self._state_tree.num_leaves  # of results and state
         self.extra = self._state_tree.num_leaves + self._piece_tree.num_leaves
 
     def unpack(self, flat: Sequence[Any], piece_tree: Any = None) -> tuple[list[Any], Any, Any]:
         """Results, state and piece, which has the structure `piece_tree` if it was changed."""
-        end = self.outs + self._state_tree.num_leaves
-        outs, state, piece = flat[: self.outs], flat[self.outs : end], flat[end:]
+        outs, state, piece = flat[: self.outs], flat[self.outs : self._end], flat[self._end :]
         piece_tree = self._piece_tree if piece_tree is None else piece_tree
         return list(outs), jax.tree.unflatten(self._state_tree, state), jax.tree.unflatten(piece_tree, piece)
+
+    def unpack_later(self, flat: list[Any]) -> tuple[list[Any], Any, Any]:
+        """`unpack` of what a program returns, which may be called often: the piece stays packed."""
+        state = jax.tree.unflatten(self._state_tree, flat[self.outs : self._end]) if self.struct else self.struct
+        piece = Packed(self._piece_tree, flat[self._end :]) if len(flat) > self._end else ()
+        return flat[: self.outs], state, piece
 
 
 _transformed: Any = weakref.WeakKeyDictionary()
@@ -344,7 +350,10 @@ def run_compiled(frame: Frame, primitive: Any, params: dict[str, Any], args: Seq
     frame.eqn_scope = frame.here()
     if is_jit:
         jaxpr, donated = params["jaxpr"], params["donated_invars"]
-        cache = _compiled.setdefault(jaxpr, {}).setdefault(donated, {})
+        caches = _compiled.get(jaxpr)
+        if caches is None:
+            caches = _compiled[jaxpr] = {}
+        cache = caches.setdefault(donated, {})
         return frame.settle(lambda state: run_jitted(frame, lambda: jaxpr, state, args, cache, donated, params["name"]))
     anchor, *others = _compat.sub_jaxprs(params)
     types = types_of(list(args))
@@ -384,7 +393,8 @@ def run_jitted(
     rebuilt, compiled = known
     if rebuilt.grown and not frame.handler.allows(frame, rebuilt.struct):
         raise Grown(frame, rebuilt.struct)
-    outs, state, piece = rebuilt.unpack(compiled(*jax.tree.leaves(state), *args))
+    leaves = jax.tree.leaves(state) if state else ()
+    outs, state, piece = rebuilt.unpack_later(compiled(*leaves, *args))
     frame.absorb(state, piece, rebuilt.keys, rebuilt)
     return outs
 

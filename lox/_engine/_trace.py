@@ -32,9 +32,9 @@ from lox._engine._primitive import log_p
 
 @contextlib.contextmanager
 def _announced(frame: Frame, find: Callable[[], dict[str, Tally]]) -> Iterator[None]:
-    """Tell the handler what is about to run at the outermost level, and when it has run."""
+    """Tell the handler how many events are about to come at the outermost level, and when they have."""
     with _compat.own_transfers():
-        frame.handler.before(frame, find)
+        frame.handler.before(frame, find())
     completed = False
     try:
         yield
@@ -43,6 +43,8 @@ def _announced(frame: Frame, find: Callable[[], dict[str, Tally]]) -> Iterator[N
         with _compat.own_transfers():
             frame.handler.after(frame, completed)
 
+
+_UNANNOUNCED = contextlib.nullcontext()
 
 # Primitives that JAX evaluates equation by equation outside of all transformations. Compiling them would require more.
 _EVALUATED = frozenset(["remat2", "checkpoint", "remat_opt", "custom_vmap_call"])
@@ -127,7 +129,8 @@ class LogTrace(PassingTrace):
                     return in_jit(Equation(primitive, params))(*tracers)
             frame, handler = self.frame, self.frame.handler
             frame.list_logs(primitive, params)
-            with _announced(frame, lambda: tally_of(primitive, params, frame.here(), handler.counts)):
+            find = lambda: tally_of(primitive, params, frame.here(), handler.counts)  # noqa: E731
+            with _announced(frame, find) if handler.foresees else _UNANNOUNCED:
                 self._place_state(lambda: _compat.operands_of(params, tracers))
                 return (run_compiled if evaluating else apply_rule)(frame, primitive, params, tracers)
 
@@ -175,7 +178,8 @@ class LogTrace(PassingTrace):
             jaxpr = _compat.make_jaxpr(stage, types)
             frame, handler = self.frame, self.frame.handler
             frame.list_logs(BLOCK, {"jaxpr": jaxpr})
-            with _announced(frame, lambda: tally(jaxpr, frame.eqn_scope, handler.counts)):
+            find = lambda: tally(jaxpr, frame.eqn_scope, handler.counts)  # noqa: E731
+            with _announced(frame, find) if handler.foresees else _UNANNOUNCED:
                 if self.parent is _compat.eval_trace and _compat.has_logs(jaxpr):
                     outs = frame.settle(lambda state: run_jitted(frame, lambda: jaxpr, state, tracers, {}))
                 else:
@@ -288,7 +292,7 @@ def run_function(
     names = handler.names if whole else None
     frame.logged = None if names is None else {}
     current = _compat.take_current_trace()
-    with _hidden.transforming(), current as parent, _compat.set_current_trace(LogTrace(parent, frame)):
+    with _hidden.transforming, current as parent, _compat.set_current_trace(LogTrace(parent, frame)):
         out = fun(*args, **kwargs)
     if isinstance(out, _LATER):
         raise _errors.runs_later(fun, type(out).__name__)

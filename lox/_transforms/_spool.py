@@ -50,8 +50,8 @@ class Collect(Handler):
     def _hash(self) -> int:
         return hash((self.selection, self.reduce, self.capacity, self.interval, self.keep_logs))
 
-    @property
-    def names(self) -> Names | None:
+    @functools.cached_property
+    def names(self) -> Names | None:  # type: ignore[override]
         """The names in the options."""
         return Names.of(self.selection, reduce=self.reduce, capacity=self.capacity)
 
@@ -182,11 +182,15 @@ class Collect(Handler):
         logged = {scope + key: how for key, how in zip(meta.keys, meta.reductions, strict=True)}
         return [key for key in self.selection.keys(meta, scope) if self.reduction(key, logged[key]) is None]
 
-    def before(self, frame: Frame, find: Callable[[], dict[str, Tally]]) -> None:
-        """With an interval, make room for the events that loops keep: the others are not even stored."""
-        if self.interval is None:
-            return
-        for key, tally in find().items():
+    @property
+    def foresees(self) -> bool:
+        """With an interval, loops have room for the events that they keep: the others are not even stored."""
+        return self.interval is not None
+
+    def before(self, frame: Frame, tallies: dict[str, Tally]) -> None:
+        """Make room for the events that loops keep."""
+        assert self.interval is not None
+        for key, tally in tallies.items():
             if tally.looped and tally.count < math.inf and holder(frame.state, key) is None:
                 note = self._thin_out(frame, key)
                 known = note.seen if tally.exact and isinstance(note.seen, int) else None
@@ -233,10 +237,7 @@ class Collect(Handler):
 
     def gather(self, pieces: list[list[Bundle]]) -> list[Bundle]:
         """Join the events of each key."""
-        bundles = [bundle for piece in pieces for bundle in piece]
-        if 1 < len(bundles) <= _FEW and _compat.is_evaluating() and _compat.are_on_one_device(bundles):
-            return _gather_at_once(bundles, _compat.debugged())
-        return _bundle.gather(bundles)
+        return _bundle.gather([bundle for piece in pieces for bundle in piece])
 
     def unroll(self, piece: list[Bundle], reverse: bool) -> list[Bundle]:
         """Unroll the events of each key."""
@@ -308,15 +309,6 @@ class Collect(Handler):
         return _handler.MarkSeen() if self.keep_logs else _handler.Drop()
 
 
-_FEW = 16  # bundles that are joined by one program: for every number of them another is compiled
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _gather_at_once(bundles: list[Bundle], debugged: Any) -> list[Bundle]:
-    del debugged  # on which the result depends
-    return _bundle.gather(bundles)
-
-
 @dataclasses.dataclass
 class Thinned:
     """The events of a key that an interval has kept at the outermost level."""
@@ -346,22 +338,65 @@ def _alike(a: list[Bundle], b: list[Bundle]) -> bool:
 
 def finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
     """The logs that a frame has collected, as users see them."""
+    if handler.interval is None and _compat.is_evaluating():
+        logs = _finish_at_once(handler, frame, prefix)
+        if logs is not None:
+            return logs
     bundles = frame.piece() if frame.pieces else []
     if handler.interval is not None:
         keys = dict.fromkeys([*(key for bundle in bundles for key in bundle.keys), *frame.notes])
         bundles = [_bundle.concatenate(handler._thin_out(frame, key).kept) for key in keys]
+    return _finished(bundles, frame.state, frame.keys, prefix)
+
+
+def _finished(bundles: list[Bundle], state: dict[Keys, Fold | Buffer], certain: dict[str, bool], prefix: str) -> logdict:
+    """The logs of stacked events and of a state, in the order of the keys, for which it says what is certain."""
     reduced, dropped = set(), {}
-    for keys, state in frame.state.items():
-        if isinstance(state, Fold):
-            bundles += state.finish(frame.keys.get(keys[0], False))
+    for keys, part in state.items():
+        if isinstance(part, Fold):
+            bundles += part.finish(certain.get(keys[0], False))
             reduced.update(prefix + key for key in keys)
         else:
-            bundles.append(state.finish(frame.keys.get(keys[0], False)))
-            dropped |= dict.fromkeys([prefix + key for key in keys], state.dropped())
-    order = [prefix + key for key in frame.keys]
+            bundles.append(part.finish(certain.get(keys[0], False)))
+            dropped |= dict.fromkeys([prefix + key for key in keys], part.dropped())
+    order = [prefix + key for key in certain]
     logs = logdict.from_bundles([bundle.prefixed(prefix) for bundle in bundles], order, reduced)
     logs.dropped = {key: dropped[key] for key in order if key in dropped}
     return logs
+
+
+_FEW = 16  # pieces that are joined by one program: for every number of them another is compiled
+
+
+def _finish_at_once(handler: Collect, frame: Frame, prefix: str) -> logdict | None:
+    """Join by one program what a few others have returned. None if that is not the case, or not worth it."""
+    pieces = frame.pieces
+    if len(pieces) > _FEW or not (frame.state or len(pieces) > 1):
+        return None
+    if not all(type(piece) is _handler.Packed for piece in pieces):
+        return None
+    leaves, state = jax.tree.flatten(frame.state) if frame.state else ([], None)
+    arrays = [*leaves, *[x for piece in pieces for x in piece.arrays]]
+    if not _compat.are_on_one_device(arrays):
+        return None
+    structures = tuple([piece.structure for piece in pieces])
+    return _joining(structures, state, tuple(frame.keys.items()), prefix, _compat.debugged())(arrays)
+
+
+@functools.lru_cache(256)
+def _joining(structures: Any, state: Any, certain: Any, prefix: str, debugged: Any) -> Any:
+    del debugged  # on which the result depends
+
+    def join(arrays: list[Any]) -> logdict:
+        rest = iter(arrays)
+        before, *pieces = [
+            {} if tree is None else jax.tree.unflatten(tree, [next(rest) for _ in range(tree.num_leaves)])
+            for tree in (state, *structures)
+        ]
+        bundles = [bundle for piece in pieces for bundle in piece]
+        return _finished(_bundle.gather(bundles) if bundles else [], before, dict(certain), prefix)
+
+    return jax.jit(join)
 
 
 def spool(
