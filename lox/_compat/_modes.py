@@ -9,8 +9,9 @@ from types import FrameType
 from typing import Any
 
 import jax
+from jax._src import core as _core
 
-from lox._compat._traces import is_evaluating
+from lox._compat._traces import eval_trace
 
 
 def own_transfers() -> Any:
@@ -34,7 +35,7 @@ def debugged() -> tuple[bool, bool]:
 
 def is_usual() -> bool:
     """Whether operations run immediately, outside of all transformations, and nothing is being debugged."""
-    return is_evaluating() and not (_nans.value or _infs.value)
+    return _core.trace_ctx.trace is eval_trace and not (_nans.value or _infs.value)
 
 
 # What these contexts set can be read from them in half the time that `jax.config` takes.

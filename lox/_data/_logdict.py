@@ -67,7 +67,6 @@ class Structure:
 _new, _set = dict.__new__, dict.__setitem__
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class logdict(dict[str, Any]):
     """A dict of logs that also knows their steps.
 
@@ -161,20 +160,6 @@ class logdict(dict[str, Any]):
             children += [("valid", valid), ("dropped", dropped)]
         structure = Structure({k: self._layout(k) for k in self})
         return tuple((jax.tree_util.GetAttrKey(name), child) for name, child in children), structure
-
-    @classmethod
-    def tree_unflatten(cls, aux: Structure, children: Any) -> "logdict":
-        """The inverse of `tree_flatten_with_keys`."""
-        # Not by `__init__`, which would copy: every call of a spooled function comes through here. So its results
-        # share their layouts, which nothing changes in place but what has made them.
-        logs, layouts, values = _new(cls), aux.layouts, children[0]
-        for key in layouts:
-            _set(logs, key, values[key])
-        if len(children) == 2:
-            logs.__dict__ = {"steps": children[1], "_valid": {}, "dropped": {}, "_layouts": layouts}
-        else:
-            logs.__dict__ = {"steps": children[1], "_valid": children[2], "dropped": children[3], "_layouts": layouts}
-        return logs
 
     def _layout(self, key: str) -> Layout:
         if key in self._layouts:
@@ -688,6 +673,22 @@ class logdict(dict[str, Any]):
             raise _errors.LoxError("these logs have no lanes: nothing was logged under `vmap`.")
         return new.compact()
 
+
+def _unflatten(structure: Structure, children: Any) -> logdict:
+    """The inverse of `logdict.tree_flatten_with_keys`."""
+    # Not by `__init__`, which would copy: every call of a spooled function comes through here. So its results share
+    # their layouts, which nothing changes in place but what has made them.
+    logs, layouts, values = _new(logdict), structure.layouts, children[0]
+    for key in layouts:
+        _set(logs, key, values[key])
+    if len(children) == 2:
+        logs.__dict__ = {"steps": children[1], "_valid": {}, "dropped": {}, "_layouts": layouts}
+    else:
+        logs.__dict__ = {"steps": children[1], "_valid": children[2], "dropped": children[3], "_layouts": layouts}
+    return logs
+
+
+jax.tree_util.register_pytree_with_keys(logdict, logdict.tree_flatten_with_keys, _unflatten)
 
 plotter: Callable[..., Any] | None = None  # `lox.plot`, which is storeys above
 
