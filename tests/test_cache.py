@@ -294,7 +294,11 @@ def test_an_eager_scan_is_compiled_once() -> None:
 
 @pytest.mark.parametrize(
     "options, programs",
-    [({}, ["half", "join"]), ({"reduce": "mean"}, ["half", "half", "join"]), ({"reduce": "std"}, ["half", "half", "join"])],
+    [
+        ({}, ["half", "finish"]),
+        ({"reduce": "mean"}, ["half", "half", "finish"]),
+        ({"reduce": "std"}, ["half", "half", "finish"]),
+    ],
 )
 def test_logs_of_a_few_jitted_functions_are_joined_by_one_program(options: Any, programs: list[str]) -> None:
     """With a state, there is a program for the first call, which begins it, and one for the others."""
@@ -318,6 +322,83 @@ def test_logs_of_a_few_jitted_functions_are_joined_by_one_program(options: Any, 
     with count_compilations() as compiled:
         lox.spool(f, **options)(x)
     assert compiled == []
+
+
+@jax.jit
+def train(x: Any, i: Any) -> Any:
+    lox.log({"loss": x.sum(), "norm": {"x": x}}, step=i)
+    return x * 0.5
+
+
+@jax.jit
+def evaluate(x: Any, i: Any) -> Any:
+    lox.log({"accuracy": x[0]}, step=i, where=i % 2 == 0)
+    return x + 1
+
+
+@jax.jit
+def again(x: Any, i: Any) -> Any:
+    """Logs a key that `train` logs too, as another type and with another step."""
+    lox.log({"loss": i}, epoch=0.5)
+    return x
+
+
+def note(x: Any, i: Any) -> Any:
+    lox.log({"i": i}, step=i)
+    lox.log({"i": 10 * i})
+    return x
+
+
+# What a Python loop calls in every iteration.
+CALLED: dict[str, tuple[Any, ...]] = {
+    "one": (train,),
+    "two": (train, evaluate),
+    "two with a common key": (train, again),
+    "log calls": (note,),
+    "all": (train, evaluate, again, note),
+}
+
+
+@pytest.mark.parametrize("number", [2, 17, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 16, 40)]])
+@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("options", [{}, {"interval": 3}, {"reduce": {"loss": "mean"}}], ids=str)
+def test_events_of_a_python_loop_are_those_of_one_program(called: str, number: int, options: Any) -> None:
+    """However many there are, and whatever has logged them: they are joined in several ways."""
+    if "reduce" in options and called == "log calls":
+        options = {"reduce": {"i": "mean"}}
+
+    def loop(x: Any) -> Any:
+        for i in range(number):
+            for function in CALLED[called]:
+                x = function(x, i)
+        return x
+
+    x = jnp.arange(3.0)
+    out, logs = lox.spool(loop, **options)(x)
+    out_of_one, logs_of_one = jax.jit(lox.spool(loop, **options))(x)
+    np.testing.assert_allclose(out, out_of_one, rtol=1e-6)
+    logs_of_one = logs_of_one.compact()
+    assert [*logs] == [*logs_of_one]
+    for (path, a), (path_of_one, b) in zip(
+        jax.tree_util.tree_leaves_with_path(logs), jax.tree_util.tree_leaves_with_path(logs_of_one), strict=True
+    ):
+        assert path == path_of_one
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=str(path))
+    assert jax.tree.structure(logs) == jax.tree.structure(logs_of_one)
+
+
+def test_a_long_python_loop_needs_few_programs_to_join_its_events() -> None:
+    def loop(x: Any, number: int) -> Any:
+        for i in range(number):
+            x = evaluate(train(x, i), i)
+        return x
+
+    lox.spool(loop)(jnp.ones(3), 1)
+    with count_compilations() as compiled:
+        _, logs = lox.spool(loop)(jnp.ones(3), 1000)
+    assert logs["loss"].shape == (1000,)
+    assert len(compiled) <= 8, compiled
 
 
 def counting(x: Any, t: Any) -> Any:

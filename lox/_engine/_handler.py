@@ -176,24 +176,44 @@ class Place(NamedTuple):
     args: Sequence[Any]
 
 
+class Source(NamedTuple):
+    """What pieces have in common that come from log calls outside of programs."""
+
+    keys: tuple[str, ...]
+    structure: Any
+    types: tuple[Any, ...]
+
+
 @jax.tree_util.register_pytree_node_class
 class Packed:
-    """A piece as a compiled program returns it: a list of arrays, which become bundles when somebody needs them."""
+    """A piece as a compiled program returns it: a list of arrays, which become bundles when somebody needs them.
 
-    def __init__(self, structure: Any, arrays: Sequence[Any]):
-        self.structure, self.arrays = structure, arrays
+    All pieces of one `source` have the same keys and types.
+    """
+
+    def __init__(self, structure: Any, arrays: Sequence[Any], source: Any):
+        self.structure, self.arrays, self.source = structure, arrays, source
+        self._bundles: Any = None
+
+    @classmethod
+    def of(cls, piece: Any, keys: tuple[str, ...]) -> "Packed":
+        """Pack a piece that no program has returned. Its source is whatever gives pieces of the same type."""
+        arrays, structure = jax.tree.flatten(piece)
+        return cls(structure, arrays, Source(keys, structure, tuple([(x.shape, x.dtype) for x in arrays])))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(jax.tree.unflatten(self.structure, self.arrays))
+        if self._bundles is None:
+            self._bundles = jax.tree.unflatten(self.structure, self.arrays)
+        return iter(self._bundles)
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """The arrays are children."""
-        return self.arrays, self.structure
+        return self.arrays, (self.structure, self.source)
 
     @classmethod
-    def tree_unflatten(cls, structure: Any, arrays: Any) -> "Packed":
+    def tree_unflatten(cls, aux: Any, arrays: Any) -> "Packed":
         """The inverse of `tree_flatten`."""
-        return cls(structure, arrays)
+        return cls(aux[0], arrays, aux[1])
 
 
 _NO_AXES: frozenset[Any] = frozenset()

@@ -315,7 +315,7 @@ class Transformed:
     def unpack_later(self, flat: list[Any]) -> tuple[list[Any], Any, Any]:
         """`unpack` of what a program returns, which may be called often: the piece stays packed."""
         state = jax.tree.unflatten(self._state_tree, flat[self.outs : self._end]) if self.struct else self.struct
-        piece = Packed(self._piece_tree, flat[self._end :]) if len(flat) > self._end else ()
+        piece = Packed(self._piece_tree, flat[self._end :], self) if len(flat) > self._end else ()
         return flat[: self.outs], state, piece
 
 

@@ -1,5 +1,6 @@
 """`lox.spool`: logs as a result."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -16,7 +17,7 @@ from lox._data._lanes import Laned
 from lox._data._logdict import logdict, warn_of_dropped
 from lox._engine import _handler, _trace
 from lox._engine._event import Event, Meta
-from lox._engine._handler import Frame, Handler, Tally
+from lox._engine._handler import Frame, Handler, Packed, Tally
 from lox._engine._primitive import bind
 from lox._engine._selection import Names, Selection
 from lox._transforms import _call, _fold
@@ -152,7 +153,12 @@ class Collect(Handler):
                 state[tuple(keys)] = Buffer.empty(capacity, part, self.interval or 1).take(part)
         elif new:
             part, in_loop = event.only(new), _compat.in_python_loop(_trace.run_function.__code__)
-            frame.collect([part.expanded() if in_loop else part])
+            piece = [part.expanded() if in_loop else part]
+            if _compat.is_evaluating():
+                packed = Packed.of(piece, part.keys)
+                frame.collect(packed, packed.source)
+            else:
+                frame.collect(piece)
         frame.state = state
 
     def _capacity(self, key: str, site: str) -> int:
@@ -339,7 +345,7 @@ def _alike(a: list[Bundle], b: list[Bundle]) -> bool:
 def finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
     """The logs that a frame has collected, as users see them."""
     if handler.interval is None and _compat.is_evaluating():
-        logs = _finish_at_once(handler, frame, prefix)
+        logs = _finish_at_once(frame, prefix)
         if logs is not None:
             return logs
     bundles = frame.piece() if frame.pieces else []
@@ -368,35 +374,72 @@ def _finished(bundles: list[Bundle], state: dict[Keys, Fold | Buffer], certain: 
 _FEW = 16  # pieces that are joined by one program: for every number of them another is compiled
 
 
-def _finish_at_once(handler: Collect, frame: Frame, prefix: str) -> logdict | None:
-    """Join by one program what a few others have returned. None if that is not the case, or not worth it."""
+def _finish_at_once(frame: Frame, prefix: str) -> logdict | None:
+    """Join by one program what others have returned. None if that is not the case, or not worth it."""
     pieces = frame.pieces
-    if len(pieces) > _FEW or not (frame.state or len(pieces) > 1):
-        return None
-    if not all(type(piece) is _handler.Packed for piece in pieces):
+    if not (frame.state or len(pieces) > 1) or not all(type(piece) is Packed for piece in pieces):
         return None
     leaves, state = jax.tree.flatten(frame.state) if frame.state else ([], None)
-    arrays = [*leaves, *[x for piece in pieces for x in piece.arrays]]
-    if not _compat.are_on_one_device(arrays):
+    if not _compat.are_on_one_device([*leaves, *[x for piece in pieces for x in piece.arrays]]):
+        return None
+    pieces = _joined_by_source(pieces) if len(pieces) > _FEW else pieces
+    if len(pieces) > _FEW:
         return None
     structures = tuple([piece.structure for piece in pieces])
-    return _joining(structures, state, tuple(frame.keys.items()), prefix, _compat.debugged())(arrays)
+    finished = _finishing(structures, state, tuple(frame.keys.items()), prefix, _compat.debugged())
+    return finished([*leaves, *[x for piece in pieces for x in piece.arrays]])
+
+
+def _joined_by_source(pieces: list[Packed]) -> list[Packed]:
+    """Join the pieces of every source whose keys no other one has: a Python loop may have called it many times."""
+    sources: dict[Any, list[Packed]] = {}
+    for piece in pieces:
+        sources.setdefault(piece.source, []).append(piece)
+    having = collections.Counter(key for source in sources for key in source.keys)
+    if having and max(having.values()) > 1:
+        return pieces  # of one key, some events of one source come between those of another
+    return [_join(alike) for alike in sources.values()]
+
+
+def _join(pieces: list[Packed]) -> Packed:
+    while len(pieces) > 1:
+        chunks = [pieces[n : n + _FEW] for n in range(0, len(pieces), _FEW)]
+        pieces = [_join_few(chunk) if len(chunk) > 1 else chunk[0] for chunk in chunks]
+    return pieces[0]
+
+
+def _join_few(pieces: list[Packed]) -> Packed:
+    joining = _joining(tuple([piece.structure for piece in pieces]), _compat.debugged())
+    arrays, structure = jax.tree.flatten(joining([x for piece in pieces for x in piece.arrays]))
+    return Packed(structure, arrays, pieces[0].source)
+
+
+def _unpacked(arrays: list[Any], structures: Iterable[Any]) -> list[Any]:
+    rest = iter(arrays)
+    return [jax.tree.unflatten(tree, [next(rest) for _ in range(tree.num_leaves)]) for tree in structures]
 
 
 @functools.lru_cache(256)
-def _joining(structures: Any, state: Any, certain: Any, prefix: str, debugged: Any) -> Any:
+def _joining(structures: tuple[Any, ...], debugged: Any) -> Any:
     del debugged  # on which the result depends
 
-    def join(arrays: list[Any]) -> logdict:
-        rest = iter(arrays)
-        before, *pieces = [
-            {} if tree is None else jax.tree.unflatten(tree, [next(rest) for _ in range(tree.num_leaves)])
-            for tree in (state, *structures)
-        ]
+    def join(arrays: list[Any]) -> list[Bundle]:
+        return _bundle.gather([bundle for piece in _unpacked(arrays, structures) for bundle in piece])
+
+    return jax.jit(join)
+
+
+@functools.lru_cache(256)
+def _finishing(structures: tuple[Any, ...], state: Any, certain: Any, prefix: str, debugged: Any) -> Any:
+    del debugged
+
+    def finish(arrays: list[Any]) -> logdict:
+        pieces = _unpacked(arrays, structures if state is None else (state, *structures))
+        before = {} if state is None else pieces.pop(0)
         bundles = [bundle for piece in pieces for bundle in piece]
         return _finished(_bundle.gather(bundles) if bundles else [], before, dict(certain), prefix)
 
-    return jax.jit(join)
+    return jax.jit(finish)
 
 
 def spool(
