@@ -398,7 +398,7 @@ def test_a_long_python_loop_needs_few_programs_to_join_its_events() -> None:
     with count_compilations() as compiled:
         _, logs = lox.spool(loop)(jnp.ones(3), 1000)
     assert logs["loss"].shape == (1000,)
-    assert len(compiled) <= 8, compiled
+    assert len(compiled) <= 12, compiled  # six rounds by sixteens, some with a rest, and one in the end
 
 
 def counting(x: Any, t: Any) -> Any:
