@@ -1,6 +1,6 @@
 """Types of values: shardings, and the mesh axes over which values vary."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.core
@@ -246,8 +246,8 @@ def unsharded(fun: Any, x: Any) -> Any:
     return jax.sharding.auto_axes(fun, out_sharding=whole)(x)
 
 
-def beside(others: Any, tree: Any) -> Any:
-    """Move the arrays of `tree` so that an operation or a program can take them together with others.
+def beside(others: Callable[[], Any], tree: Any) -> Any:
+    """Move the arrays of `tree` so that an operation or a program can take them together with `others()`.
 
     JAX itself moves uncommitted arrays. If none of the others is committed, the arrays become uncommitted too, as
     committed ones would tie the results to their devices.
@@ -255,7 +255,7 @@ def beside(others: Any, tree: Any) -> Any:
     leaves = jax.tree.leaves(tree)
     if not any(_is_committed(x) for x in leaves):
         return tree
-    place = next((x.sharding for x in others if _is_committed(x)), None)
+    place = next((x.sharding for x in others() if _is_committed(x)), None)
     with own_transfers():
         return jax.tree.map(lambda x: _moved(x, place) if _is_committed(x) else x, tree)
 

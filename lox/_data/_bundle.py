@@ -259,7 +259,7 @@ def concatenate(parts: list[Bundle], axis: int = 0) -> Bundle:
         check_fit_all(models, bundle, lead)
     xp = numpy_for([p.values for p in parts])
     if xp is jnp:
-        parts = [parts[0], *[_compat.beside(jax.tree.leaves(parts[0]), p) for p in parts[1:]]]
+        parts = [parts[0], *[_compat.beside(lambda: jax.tree.leaves(parts[0]), p) for p in parts[1:]]]
 
     def join(laned: list[Laned]) -> Laned:
         laned, lanes = _wide(laned, lead, parts[0].keys[0])
@@ -333,7 +333,7 @@ def every(bundle: Bundle, interval: int, seen: int | Laned) -> tuple[Bundle, int
         return jax.tree.map(lambda x: slice_events(x, -seen % interval, step=interval), bundle), seen + bundle.count()
     bundle = bundle.expanded()
     valid = Laned(jnp.ones(bundle.count(), bool)) if bundle.valid is None else bundle.valid
-    first = Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else _compat.beside([valid.tree], seen)
+    first = Laned(jnp.asarray(seen, jnp.int32)) if isinstance(seen, int) else _compat.beside(lambda: [valid.tree], seen)
     before, after = _lanes.lanes_of(first), _lanes.lanes_of(valid, 1)
     lanes = _lanes.union(after, before)
     if lanes is None:

@@ -137,7 +137,7 @@ class LogTrace(PassingTrace):
     def _place_state(self, operands: Callable[[], Sequence[Any]]) -> None:
         """Move the state to the devices of the operands: a function may run programs on different devices."""
         if self.frame.state and _compat.underneath(self) is _compat.eval_trace:
-            self.frame.state = _compat.beside(operands(), self.frame.state)
+            self.frame.state = _compat.beside(operands, self.frame.state)
 
     def process_functions(
         self, method: str, primitive: Any, functions: tuple[Any, ...], tracers: Any, *rest: Any, **params: Any
