@@ -60,7 +60,7 @@ def spools() -> Iterator[Row]:
     jitted, by_hand = jax.jit(double), jax.jit(double_by_hand)
     hand = functools.partial(by_hand, x)
     spooled = lox.spool(jitted)
-    yield per_call("spool(jit f)", lambda: spooled(x), hand, 1.2)
+    yield per_call("spool(jit f)", functools.partial(spooled, x), hand, 1.2)
     yield per_call("lox.spool(jit f) anew each time", lambda: lox.spool(jitted)(x), hand, 1.6)
     method = lox.spool(model.step)
     yield per_call("spool(jitted method)", lambda: method(x), lambda: model.step_by_hand(x), 1.5)
@@ -76,8 +76,41 @@ def spools() -> Iterator[Row]:
     yield per_call("spool(jit f, donated buffers)", *(trained(f) for f in (lox.spool(update), update_by_hand)), 1.5)
     two = lox.spool(lambda x: jitted(jitted(x)))
     yield per_call("spool(Python calling two jits)", lambda: two(x), lambda: by_hand(by_hand(x)[0]), 3)
+    yield from loops(jitted, by_hand, x)
     inside = jax.jit(lox.spool(double))
-    yield per_call("jit(spool f)", lambda: inside(x), hand, 1.2)
+    yield per_call("jit(spool f)", functools.partial(inside, x), hand, 1.2)
+
+
+def counted(x, i):
+    lox.log({"x": x}, step=i)
+    return x + 1, None
+
+
+def loops(jitted: Callable[..., Any], by_hand: Callable[..., Any], x: Any) -> Iterator[Row]:
+    """A loop in Python, and a loop outside of jit that two transformations see."""
+
+    def loop(x):
+        for _ in range(CALLS):
+            x = jitted(x)
+        return x
+
+    def loop_by_hand():
+        out, logs = x, []
+        for _ in range(CALLS):
+            out, *rest = by_hand(out)
+            logs.append(rest)
+        return out, jax.tree.map(lambda *leaves: jnp.stack(leaves), *logs)
+
+    spooled = lox.spool(loop)
+    name = "spool(Python loop over a jit), per iteration"
+    yield compare(name, lambda: jax.block_until_ready(spooled(x)), lambda: jax.block_until_ready(loop_by_hand()),
+                  unit="us", count=CALLS, goal=3, seconds=2.0)  # fmt: skip
+
+    def scan(x):
+        return jax.lax.scan(counted, x, jnp.arange(10))[0]
+
+    one, two = lox.spool(scan), lox.spool(lox.keep(scan, "x"))
+    yield per_call("spool(keep(a scan outside of jit)): spool(it)", lambda: two(x), lambda: one(x), 3)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -116,8 +149,8 @@ def taps() -> Iterator[Row]:
 
     hand = functools.partial(called, x)
     inside, outside = jax.jit(lox.tap(double, callback)), lox.tap(jitted, callback)
-    yield per_call("jit(tap f): jit with debug.callback", lambda: inside(x), hand, 0.7)
-    yield per_call("tap(jit f): the same", lambda: outside(x), hand, 0.7)
+    yield per_call("jit(tap f): jit with debug.callback", functools.partial(inside, x), hand, 0.7)
+    yield per_call("tap(jit f): the same", functools.partial(outside, x), hand, 0.7)
     fresh = lambda: lox.tap(jitted, lambda logs: None)(x)  # noqa: E731
     yield per_call("tap(jit f, fresh lambda): the same", fresh, hand, 0.7)
 

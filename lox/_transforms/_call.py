@@ -114,7 +114,7 @@ _MANY = 64
 class Call:
     """How a transformed function is called: `call(args, kwargs, *given)`."""
 
-    usual: Any = None  # a faster way if `_compat.is_usual()`: `usual(*given, *args, **kwargs)`
+    usual: Any = None  # a faster way if `_compat.is_usual()` and nothing is given: `usual(*args, **kwargs)`
 
     def __init__(self, call: Callable[..., Any]):
         self._call = call
@@ -136,8 +136,7 @@ def calling(fun: Callable[..., Any], options: Any, transform: Transform, alone: 
     jitted, before, keywords = _behind(fun)
     if not isinstance(jitted, _compat.PjitFunction):
         return Call(lambda args, kwargs, *given: transform(options, fun, args, kwargs, *given))
-    call = _calling_jitted(jitted, options, transform, alone)
-    return Call(lambda args, kwargs, *given: call((*before, *args), {**keywords, **kwargs}, *given))
+    return _Bound(_calling_jitted(jitted, options, transform, alone), before, keywords)
 
 
 _PLACEHOLDER = getattr(functools, "Placeholder", object())  # since Python 3.14
@@ -195,6 +194,23 @@ class OneProgram(Call):
             program = self._programs[debugged] = _program(self._fun, functools.partial(way, self._options), given)
             self.usual = self._programs.get((False, False))
         return program
+
+
+class _Bound(Call):
+    """A call of a method or a partial, with the arguments that it adds."""
+
+    def __init__(self, call: OneProgram, before: tuple[Any, ...], keywords: dict[str, Any]):
+        super().__init__(lambda args, kwargs, *given: call((*before, *args), {**keywords, **kwargs}, *given))
+        self._inner, self._added = call, (before, keywords)
+        self._program: Any = None
+
+    @property
+    def usual(self) -> Any:
+        """The program with these arguments."""
+        if (program := self._inner.usual) is not self._program:
+            before, keywords = self._added
+            self._program, self._usual = program, program and functools.partial(program, *before, **keywords)
+        return self._usual if self._program is not None else None
 
 
 def _program(fun: Any, transform: Transform, given: int) -> Any:

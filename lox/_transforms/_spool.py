@@ -355,7 +355,9 @@ def finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
     return _finished(bundles, frame.state, frame.keys, prefix)
 
 
-def _finished(bundles: list[Bundle], state: dict[Keys, Fold | Buffer], certain: dict[str, bool], prefix: str) -> logdict:
+def _finished(
+    bundles: list[Bundle], state: dict[Keys, Fold | Buffer], certain: dict[str, bool], prefix: str
+) -> logdict:
     """The logs of stacked events and of a state, in the order of the keys, for which it says what is certain."""
     reduced, dropped = set(), {}
     for keys, part in state.items():
