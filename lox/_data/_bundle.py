@@ -290,6 +290,9 @@ def _no_step(xp: Any, shape: tuple[int, ...], dtype: Any) -> Laned:
 def unroll(bundle: Bundle, reverse: bool) -> Bundle:
     """The events of a whole loop, from that of its body with an additional leading axis."""
 
+    if bundle.single and not reverse:
+        return dataclasses.replace(bundle, single=False)
+
     def flat(x: Any) -> Any:
         if reverse:
             x = jnp.flip(x, 0)

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from lox import _compat
+from lox._data._arrays import strong
 from lox._data._bundle import Bundle
 from lox._data._lanes import Laned, map_laned
 from lox._engine import _masking
@@ -128,10 +129,16 @@ def _scan(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     options, jaxpr = _compat.scan_options(params), params["jaxpr"]
     length = options["length"]
+    weak = [_compat.is_weak(aval) for aval in _compat.out_avals(jaxpr)]
+    # If the carry is weak, so is what is logged, and every value would have to be converted by itself.
+    through_strong = any(weak[:n_carry]) and not any(weak[n_carry:])
 
     def iterate(frame: Frame, init: list[Any], xs: list[Any], length: int) -> list[Any]:
         def step(inner: Frame, c: list[Any], x: list[Any]) -> list[Any]:
-            return interpret(inner, jaxpr, [*consts, *c, *x])
+            if not through_strong:
+                return interpret(inner, jaxpr, [*consts, *c, *x])
+            outs = interpret(inner, jaxpr, [*consts, *map(strong, c), *x])
+            return [_compat.with_strength(x, w) if w else x for x, w in zip(outs, weak, strict=True)]
 
         foresee(frame, [jaxpr])
         return _loop(frame, step, init, xs, {**options, "length": length})
