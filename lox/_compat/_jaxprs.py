@@ -7,7 +7,7 @@ import inspect
 import os
 import types
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.core
 import numpy as np
@@ -118,8 +118,7 @@ def make_jaxpr(fun: Any, avals: Any) -> Any:
     return jax.make_jaxpr(fun)(*avals)
 
 
-@dataclasses.dataclass(frozen=True)
-class LogMark:
+class LogMark(NamedTuple):
     """What a compiled program, or a Python function that a primitive holds, logs."""
 
     keys: tuple[str, ...]
@@ -183,6 +182,8 @@ def _concerns(jaxpr: Any) -> tuple[bool, bool]:
 
 
 def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple[bool, bool]:
+    if not params or primitive.name == LOG_NAME:  # most equations, and all logs, contain nothing
+        return primitive.name == LOG_NAME or log_effect in effects, False
     logs = log_effect in effects or hidden_log(primitive, params) is not None
     logs = logs or log_effect in getattr(params.get("exported"), "unordered_effects", ())  # of `jax.export`
     # The derivative rules of JAX's own functions (relu, logsumexp, ...) never log: no need to wrap them.

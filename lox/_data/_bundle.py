@@ -184,6 +184,8 @@ def gather(bundles: Sequence[Bundle]) -> list[Bundle]:
     for bundle in bundles:
         for key in bundle.keys:
             having.setdefault(key, []).append(bundle)
+    if len(having) == sum(len(bundle.keys) for bundle in bundles):
+        return [*bundles]
     groups = together(enumerate(bundles))
     return [concatenate([bundle.only(keys) for bundle in having[keys[0]]]) for keys in groups]
 
