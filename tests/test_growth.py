@@ -3,6 +3,8 @@
 Also, that keys which share an accumulator have the results that they have alone, to the last bit.
 """
 
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +66,30 @@ def test_equations_for_each_log(name: str, most: int) -> None:
     counts = [len(equations(traced(name, sites))) for sites in (48, 96, 144)]
     assert counts[2] - counts[1] <= most * 48 + 10, counts
     assert abs((counts[2] - counts[1]) - (counts[1] - counts[0])) <= 4, counts  # linear, up to where chunks end
+
+
+def calls(trace: Callable[[], Any]) -> int:
+    """How many functions of lox are called, comprehensions apart, which are calls up to Python 3.11."""
+    source, count = str(pathlib.Path(lox.__file__).parent), 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        code = frame.f_code
+        count += event == "call" and code.co_filename.startswith(source) and code.co_name[0] != "<"
+
+    sys.setprofile(profile)
+    try:
+        trace()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(("name", "most"), [("spool", 80), ("mean", 130), ("buffer", 110)], ids=str)
+def test_calls_for_each_log(name: str, most: int) -> None:
+    traced(name, 2)
+    counts = [calls(lambda sites=sites: traced(name, sites)) for sites in (50, 100)]
+    assert counts[1] - counts[0] <= most * 50, (counts[1] - counts[0]) / 50
 
 
 @pytest.mark.parametrize("reverse", [False, True])

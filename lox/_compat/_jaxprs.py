@@ -72,6 +72,8 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     """Every jaxpr among an equation's parameters."""
     jaxprs = []
     for value in params.values():
+        if value is None:
+            continue
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
                 jaxprs.append(item)
@@ -360,6 +362,8 @@ SCOPE = "lox:"  # marks the named scopes of JAX that `lox.scope` has opened
 
 def scopes_in(name_stack: Any) -> str:
     """The names of lox's scopes in a name stack, outermost first, as a prefix of keys."""
+    if not name_stack.stack:
+        return ""
     names = [getattr(entry, "name", "") for entry in name_stack.stack]
     return "".join(f"{name.removeprefix(SCOPE)}/" for name in names if name.startswith(SCOPE))
 
