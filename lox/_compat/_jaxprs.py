@@ -16,7 +16,7 @@ from jax.interpreters import partial_eval as pe
 from lox._compat import _extend
 from lox._compat._effects import emit_effect, log_effect
 from lox._compat._extend import ClosedJaxpr, Jaxpr, jit_p
-from lox._compat._traces import Literal, PjitFunction, Primitive, Var
+from lox._compat._traces import Literal, PjitFunction, Primitive, StagingTrace, StagingTracer, Var, current_trace
 
 MERGED_JAXPR = Jaxpr is ClosedJaxpr  # since 0.11 one class, constants attached
 
@@ -277,8 +277,12 @@ def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
             if isinstance(var, Var) and var not in defined:
                 needed.setdefault(var)
         defined.update(eqn.outvars)
-    outs = [v for eqn in eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
     effects = frozenset().union(*[eqn.effects for eqn in eqns])
+    trace = current_trace()
+    staging = isinstance(trace, StagingTrace) and not trace.requires_low and not is_high(jaxpr)
+    if staging and not effects and all(_is_of_type(env[v], v.aval) for v in needed):
+        return _stage_equations(trace, eqns, env)
+    outs = [v for eqn in eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
     stretch = split_jaxpr(jaxpr)[0].replace(
         constvars=[],
         invars=list(needed),
@@ -290,6 +294,28 @@ def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
     )
     values = jax.core.eval_jaxpr(stretch, [], *[env[v] for v in needed])
     env.update(zip(outs, values, strict=True))
+
+
+def _is_of_type(x: Any, aval: Any) -> bool:
+    return isinstance(x, jax.Array) and jax.typeof(x) == aval  # not of NumPy's, which JAX would have to convert
+
+
+def _stage_equations(trace: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
+    """Add equations whose operands are of the types they had to the program that is traced, as they are.
+
+    JAX does so with those of an inlined jit, because evaluating them takes several times as long, only to find the types
+    of their results again. (Its own function for that would replace their source lines by the current one.)
+    """
+    around = _extend.current_name_stack()
+    for eqn in eqns:
+        info = eqn.source_info.replace(name_stack=around + eqn.source_info.name_stack)
+        args = [
+            StagingTracer(trace, v.aval, v, info) if isinstance(v, Literal) else trace.to_jaxpr_tracer(env[v], info)
+            for v in eqn.invars
+        ]
+        types = [v.aval for v in eqn.outvars]
+        outs = trace.emit_eqn(args, types, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
+        env.update(zip(eqn.outvars, outs, strict=True))
 
 
 def with_equations(jaxpr: Any, eqns: list[Any], outvars: list[Any]) -> Any:

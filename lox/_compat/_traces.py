@@ -50,24 +50,24 @@ def _find_eval_trace() -> Any:
     return traces[0]
 
 
-def _find_private_types() -> tuple[type, type, Any]:
+def _find_private_types() -> tuple[type, type, type, Any]:
     """Trace a small program, and look what JAX does. Once for everything, because it takes longer than most imports."""
     traces: list[type] = []
 
     def probe(x: Any) -> Any:
-        traces.append(type(current_trace()))
+        traces.extend([type(current_trace()), type(x)])
         jax.debug.callback(lambda: None)
         return jax.jit(lambda x: x)(x)
 
     with jax.disable_jit(False):  # which JAX_DISABLE_JIT may have set
         jaxpr = jax.make_jaxpr(probe)(0.0)
     (effect,) = jaxpr.effects
-    return traces[0], type(effect), jaxpr.eqns[-1].params["out_shardings"][0]
+    return *traces, type(effect), jaxpr.eqns[-1].params["out_shardings"][0]
 
 
 eval_trace = _find_eval_trace()
-# What jit and make_jaxpr trace with, the effect of `jax.debug.callback`, the sharding of a jit that has none.
-StagingTrace, DebugEffect, UNSPECIFIED = _find_private_types()
+# What jit and make_jaxpr trace with, its values, the effect of `jax.debug.callback`, the sharding of a jit that has none.
+StagingTrace, StagingTracer, DebugEffect, UNSPECIFIED = _find_private_types()
 
 
 def is_evaluating() -> bool:

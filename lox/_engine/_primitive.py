@@ -101,6 +101,7 @@ def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:
 batching.fancy_primitive_batchers[log_p] = _batch
 ad.primitive_transposes[log_p] = lambda cts, *args, meta: [None] * len(args)
 _compat.report_primals(log_p)
+_compat.stage_as_it_is(log_p, _compat.log_effect)
 
 
 def log(
