@@ -32,7 +32,7 @@ NAMES = {
     "jax._src.interpreters.ad.LinearizeTrace": "the same for `jax.linearize` and `jax.grad`",
     "jax._src.interpreters.mlir.lower_jaxpr_to_fun": "lowers ordered host calls beside offloaded values",
     "jax._src.interpreters.partial_eval.call_partial_eval_rules": "lets logs of calls in loops under remat be reached",
-    "jax._src.interpreters.partial_eval.custom_staging_rules": "finds logs of a jit in a primitive that hides them; stages logs",
+    "jax._src.interpreters.partial_eval.custom_staging_rules": "stages logs, and finds those of a jit that are hidden",
     "jax._src.interpreters.remat.rules": "runs logs in the forward pass of the remat that is behind a flag",
     "jax._src.lax.control_flow.loops._scan_known_hoisting": "tells that a loop is about to lose its invariant logs",
     "jax._src.lax.control_flow.loops._scan_partial_eval_custom": "the same under remat",

@@ -145,7 +145,7 @@ def test_a_weak_carry_is_converted_once(stacks: bool, reverse: bool) -> None:
     jax.tree.map(np.testing.assert_array_equal, (out, logs), (eager, expected))
 
     def conversions(keys: str) -> int:
-        made = jax.make_jaxpr(lambda *args: lox.spool(fun)(*args, keys))(1.0, 2).jaxpr
+        made = jax.make_jaxpr(lambda x, n: lox.spool(fun)(x, n, keys))(1.0, 2).jaxpr
         return sum(eqn.primitive.name == "convert_element_type" for eqn in equations(made))
 
     assert stacks or conversions("ab") == conversions("abcdefgh")

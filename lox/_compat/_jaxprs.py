@@ -303,8 +303,8 @@ def _is_of_type(x: Any, aval: Any) -> bool:
 def _stage_equations(trace: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
     """Add equations whose operands are of the types they had to the program that is traced, as they are.
 
-    JAX does so with those of an inlined jit, because evaluating them takes several times as long, only to find the types
-    of their results again. (Its own function for that would replace their source lines by the current one.)
+    JAX does so with those of an inlined jit: evaluating them takes several times as long, only to find the types of
+    their results again. (Its own function for that would replace their source lines by the current one.)
     """
     around = _extend.current_name_stack()
     for eqn in eqns:

@@ -62,11 +62,11 @@ def _find_private_types() -> tuple[type, type, type, Any]:
     with jax.disable_jit(False):  # which JAX_DISABLE_JIT may have set
         jaxpr = jax.make_jaxpr(probe)(0.0)
     (effect,) = jaxpr.effects
-    return *traces, type(effect), jaxpr.eqns[-1].params["out_shardings"][0]
+    return traces[0], traces[1], type(effect), jaxpr.eqns[-1].params["out_shardings"][0]
 
 
 eval_trace = _find_eval_trace()
-# What jit and make_jaxpr trace with, its values, the effect of `jax.debug.callback`, the sharding of a jit that has none.
+# What jit and make_jaxpr trace with, its values, the effect of `jax.debug.callback`, the sharding if a jit has none.
 StagingTrace, StagingTracer, DebugEffect, UNSPECIFIED = _find_private_types()
 
 

@@ -291,7 +291,6 @@ def _no_step(xp: Any, shape: tuple[int, ...], dtype: Any) -> Laned:
 
 def unroll(bundle: Bundle, reverse: bool) -> Bundle:
     """The events of a whole loop, from that of its body with an additional leading axis."""
-
     if bundle.single and not reverse:
         return dataclasses.replace(bundle, single=False)
 
