@@ -166,6 +166,26 @@ def test_steps_are_stacked_once() -> None:
     assert len(outputs) == 1 and outputs[0] <= 52  # the carry, the values and one step
 
 
+def test_the_counter_of_a_loop_is_stacked_once() -> None:
+    """It is weak; were it converted for each log, each would have a step of its own."""
+
+    def fun(x: Any, sites: int) -> Any:
+        def step(i: Any, c: Any) -> Any:
+            for n in range(sites):
+                lox.log({f"k{n}": c + n}, step=i)
+            return c + i
+
+        return jax.lax.fori_loop(0, 100, step, x)
+
+    def shapes(sites: int) -> list[Any]:
+        made = jax.make_jaxpr(lambda x: lox.spool(fun)(x, sites))(jnp.float32(1)).jaxpr
+        (loop,) = [eqn for eqn in equations(made) if eqn.primitive.name == "scan"]
+        return [v.aval.dtype.name for v in loop.outvars if v.aval.shape == (100,)]
+
+    assert [shapes(n).count("int32") for n in (1, 2, 30)] == [1, 1, 1]
+    assert shapes(30).count("float32") == 30
+
+
 def test_a_loop_with_reductions_is_traced_once(monkeypatch: Any) -> None:
     """The type of its state is known from its logs."""
     from lox._engine import _rules

@@ -16,7 +16,7 @@ from jax.interpreters import partial_eval as pe
 from lox._compat import _extend
 from lox._compat._effects import emit_effect, log_effect
 from lox._compat._extend import ClosedJaxpr, Jaxpr, jit_p
-from lox._compat._traces import Literal, PjitFunction, Primitive, StagingTrace, StagingTracer, Var, current_trace
+from lox._compat._traces import Literal, PjitFunction, Primitive, StagingTrace, StagingTracer, Tracer, Var, current_trace
 
 MERGED_JAXPR = Jaxpr is ClosedJaxpr  # since 0.11 one class, constants attached
 
@@ -297,7 +297,7 @@ def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
 
 
 def _is_of_type(x: Any, aval: Any) -> bool:
-    return isinstance(x, jax.Array) and jax.typeof(x) == aval  # not of NumPy's, which JAX would have to convert
+    return isinstance(x, Tracer) and jax.typeof(x) == aval  # not a constant, with which JAX may evaluate equations
 
 
 def _stage_equations(trace: Any, eqns: list[Any], env: dict[Any, Any]) -> None:

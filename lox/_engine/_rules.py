@@ -22,6 +22,7 @@ from lox._data._lanes import Laned, map_laned
 from lox._engine import _masking
 from lox._engine._handler import Drop, Frame, Grown, Handler, Place, Retrace, Tally, rebuilding, types_of
 from lox._engine._interpret import Inside, Transformed, foresee, interpret, once, rule, tally, transformed, wants_any
+from lox._engine._primitive import log_p
 from lox._engine._trace import run_function
 
 
@@ -130,8 +131,9 @@ def _scan(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
     options, jaxpr = _compat.scan_options(params), params["jaxpr"]
     length = options["length"]
     weak = [_compat.is_weak(aval) for aval in _compat.out_avals(jaxpr)]
-    # If the carry is weak, so is what is logged, and every value would have to be converted by itself.
-    through_strong = any(weak[:n_carry]) and not any(weak[n_carry:])
+    # What is logged is not weak. Instead of many values, the carry that they come from is converted, and back.
+    pays = 0 < 2 * sum(weak) <= _weak_operands(jaxpr)
+    through_strong = pays and not any(weak[n_carry:]) and not frame.handler.in_place
 
     def iterate(frame: Frame, init: list[Any], xs: list[Any], length: int) -> list[Any]:
         def step(inner: Frame, c: list[Any], x: list[Any]) -> list[Any]:
@@ -175,6 +177,12 @@ def _scan(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
         carry, halves = outs[:n_carry], zip(ys, outs[n_carry:], strict=True)
         ys = [jnp.concatenate(pair[::-1] if options["reverse"] else pair) for pair in halves]
     return [*carry, *ys]
+
+
+def _weak_operands(jaxpr: Any) -> int:
+    """How many operands of the logs in a jaxpr, but not further inside, are weak."""
+    logs = [eqn for eqn in _compat.split_jaxpr(jaxpr)[0].eqns if eqn.primitive is log_p]
+    return sum(_compat.is_weak(v.aval) for log in logs for v in log.invars)
 
 
 def _loop(frame: Frame, step: Callable[..., list[Any]], init: list[Any], xs: list[Any], options: Any) -> list[Any]:
