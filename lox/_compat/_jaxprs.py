@@ -16,7 +16,16 @@ from jax.interpreters import partial_eval as pe
 from lox._compat import _extend
 from lox._compat._effects import emit_effect, log_effect
 from lox._compat._extend import ClosedJaxpr, Jaxpr, jit_p
-from lox._compat._traces import Literal, PjitFunction, Primitive, StagingTrace, StagingTracer, Tracer, Var, current_trace
+from lox._compat._traces import (
+    Literal,
+    PjitFunction,
+    Primitive,
+    StagingTrace,
+    StagingTracer,
+    Tracer,
+    Var,
+    current_trace,
+)
 
 MERGED_JAXPR = Jaxpr is ClosedJaxpr  # since 0.11 one class, constants attached
 
