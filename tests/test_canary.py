@@ -6,6 +6,7 @@ Nothing else in `lox/` may use a private name of JAX: the lists here are compare
 import ast
 import functools
 import importlib
+import inspect
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +32,7 @@ NAMES = {
     "jax._src.interpreters.ad.LinearizeTrace": "the same for `jax.linearize` and `jax.grad`",
     "jax._src.interpreters.mlir.lower_jaxpr_to_fun": "lowers ordered host calls beside offloaded values",
     "jax._src.interpreters.partial_eval.call_partial_eval_rules": "lets logs of calls in loops under remat be reached",
-    "jax._src.interpreters.partial_eval.custom_staging_rules": "finds logs of a jit in a primitive that hides them",
+    "jax._src.interpreters.partial_eval.custom_staging_rules": "stages logs, and finds those of a jit that are hidden",
     "jax._src.interpreters.remat.rules": "runs logs in the forward pass of the remat that is behind a flag",
     "jax._src.lax.control_flow.loops._scan_known_hoisting": "tells that a loop is about to lose its invariant logs",
     "jax._src.lax.control_flow.loops._scan_partial_eval_custom": "the same under remat",
@@ -255,6 +256,15 @@ def test_jax_is_changed_in_one_file_only() -> None:
                     if not own and file.name != "_patches.py":
                         found.add(f"{file.relative_to(SOURCE)}: {ast.unparse(target)}")
     assert found == set()
+
+
+def test_equations_are_staged_as_they_are() -> None:
+    """By methods of JAX's trace, whose names are not private but whose class is."""
+    trace, tracer = lox._compat.StagingTrace, lox._compat.StagingTracer
+    staging = ["self", "in_tracers", "out_avals", "primitive", "params", "effects", "source_info", "ctx"]
+    assert list(inspect.signature(trace.emit_eqn).parameters) == staging
+    assert list(inspect.signature(trace.to_jaxpr_tracer).parameters) == ["self", "x", "source_info"]
+    assert list(inspect.signature(tracer).parameters)[:4] == ["trace", "aval", "val", "line_info"]
 
 
 def test_the_modules_by_which_the_console_tells_that_a_program_is_compiled() -> None:

@@ -3,6 +3,8 @@
 Also, that keys which share an accumulator have the results that they have alone, to the last bit.
 """
 
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,15 +57,98 @@ def traced(name: str, sites: int) -> Any:
     return jax.make_jaxpr(TRANSFORMED[name](logging(sites)))(1.0).jaxpr
 
 
-# Two for the multiplication and for the weak type of the number, which is removed; `buffer` and `tap` let the log flow
-# on. A reduction puts the value beside the others, and takes the result of each key from that of all.
+# One for the multiplication; `buffer` and `tap` let the log flow on. A reduction puts the value beside the others, and
+# takes the result of each key from that of all.
 @pytest.mark.parametrize(
-    ("name", "most"), [("spool", 2), ("mean", 3), ("var", 3), ("buffer", 3), ("tap mean", 5)], ids=str
+    ("name", "most"), [("spool", 1), ("mean", 3), ("var", 3), ("buffer", 2), ("tap mean", 5)], ids=str
 )
 def test_equations_for_each_log(name: str, most: int) -> None:
     counts = [len(equations(traced(name, sites))) for sites in (48, 96, 144)]
     assert counts[2] - counts[1] <= most * 48 + 10, counts
     assert abs((counts[2] - counts[1]) - (counts[1] - counts[0])) <= 4, counts  # linear, up to where chunks end
+
+
+def calls(trace: Callable[[], Any]) -> int:
+    """How many functions of lox are called, comprehensions apart, which are calls up to Python 3.11."""
+    source, count = str(pathlib.Path(lox.__file__).parent), 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        code = frame.f_code
+        count += event == "call" and code.co_filename.startswith(source) and code.co_name[0] != "<"
+
+    sys.setprofile(profile)
+    try:
+        trace()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(("name", "most"), [("spool", 115), ("mean", 140), ("buffer", 140)], ids=str)
+def test_calls_for_each_log(name: str, most: int) -> None:
+    traced(name, 2)
+    counts = [calls(lambda sites=sites: traced(name, sites)) for sites in (50, 100)]
+    assert counts[1] - counts[0] <= most * 50, (counts[1] - counts[0]) / 50
+
+
+@pytest.mark.parametrize("name", ["spool", "mean", "buffer"])
+def test_plain_equations_are_not_evaluated_again(name: str, monkeypatch: Any) -> None:
+    """They become part of the rebuilt loop as they are, with their names and lines."""
+    binds: list[Any] = []
+    bind = jax.lax.mul_p.bind
+    monkeypatch.setattr(jax.lax.mul_p, "bind", lambda *args, **params: binds.append(1) or bind(*args, **params))
+
+    def fun(x: Any) -> Any:
+        def step(c: Any, i: Any) -> Any:
+            for n in range(20):
+                with jax.named_scope(f"scope{n}"):
+                    c = c * 1.01
+                lox.log({f"k{n}": c}, step=i)
+            return c, None
+
+        return jax.lax.scan(step, x, jnp.arange(100))[0]
+
+    with jax.named_scope("around"):
+        made = jax.make_jaxpr(TRANSFORMED[name](fun))(jnp.float32(1)).jaxpr
+    assert len(binds) <= 2  # JAX evaluates the product once, too, and remembers it
+    products = [eqn.source_info for eqn in equations(made) if "scope" in str(eqn.source_info.name_stack)]
+    assert [str(info.name_stack).split("/")[-1] for info in products] == [f"scope{n}" for n in range(20)]
+    lines = [{frame.line_num for frame in info.traceback.frames} for info in products]
+    assert all(fun.__code__.co_firstlineno + 4 in numbers for numbers in lines)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("stacks", [False, True])
+def test_a_weak_carry_is_converted_once(stacks: bool, reverse: bool) -> None:
+    """A value logged is not weak, whatever it comes from; the results are as weak as without the logs."""
+
+    def fun(x: Any, n: Any, keys: str = "abcd") -> Any:
+        def step(c: Any, i: Any) -> Any:
+            x, n, strong = c
+            for key in keys:
+                x = x * 1.5
+                n = n + 1
+                lox.log({key: x, f"{key}n": n}, step=i)
+            x = jax.lax.scan(lambda c, _: (lox.log({"inner": c}) and c + 1, None), x, None, length=2)[0]
+            return (x, n, strong + x), (x if stacks else strong)
+
+        return jax.lax.scan(step, (x, n, jnp.float32(0)), jnp.arange(5), reverse=reverse)
+
+    def types(tree: Any) -> Any:
+        return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
+
+    out, logs = jax.jit(lox.spool(fun))(1.0, 2)
+    assert types(out) == types(jax.jit(lox.nolog(fun))(1.0, 2))
+    assert not any(weak for *_, weak in types(logs))
+    eager, expected = lox.spool(fun)(1.0, 2)
+    jax.tree.map(np.testing.assert_array_equal, (out, logs), (eager, expected))
+
+    def conversions(keys: str) -> int:
+        made = jax.make_jaxpr(lambda x, n: lox.spool(fun)(x, n, keys))(1.0, 2).jaxpr
+        return sum(eqn.primitive.name == "convert_element_type" for eqn in equations(made))
+
+    assert stacks or conversions("ab") == conversions("abcdefgh")
 
 
 @pytest.mark.parametrize("name", ["mean", "var", "tap mean"])
@@ -79,6 +164,26 @@ def test_steps_are_stacked_once() -> None:
     assert {key: x.shape for key, x in logs.step.items()} == {f"k{n}": (100,) for n in range(3)}
     outputs = [len(eqn.outvars) for eqn in equations(traced("spool", 50)) if eqn.primitive.name == "scan"]
     assert len(outputs) == 1 and outputs[0] <= 52  # the carry, the values and one step
+
+
+def test_the_counter_of_a_loop_is_stacked_once() -> None:
+    """It is weak; were it converted for each log, each would have a step of its own."""
+
+    def fun(x: Any, sites: int) -> Any:
+        def step(i: Any, c: Any) -> Any:
+            for n in range(sites):
+                lox.log({f"k{n}": c + n}, step=i)
+            return c + i
+
+        return jax.lax.fori_loop(0, 100, step, x)
+
+    def shapes(sites: int) -> list[Any]:
+        made = jax.make_jaxpr(lambda x: lox.spool(fun)(x, sites))(jnp.float32(1)).jaxpr
+        (loop,) = [eqn for eqn in equations(made) if eqn.primitive.name == "scan"]
+        return [v.aval.dtype.name for v in loop.outvars if v.aval.shape == (100,)]
+
+    assert [shapes(n).count("int32") for n in (1, 2, 30)] == [1, 1, 1]
+    assert shapes(30).count("float32") == 30
 
 
 def test_a_loop_with_reductions_is_traced_once(monkeypatch: Any) -> None:

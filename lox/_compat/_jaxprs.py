@@ -7,7 +7,7 @@ import inspect
 import os
 import types
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.core
 import numpy as np
@@ -16,7 +16,16 @@ from jax.interpreters import partial_eval as pe
 from lox._compat import _extend
 from lox._compat._effects import emit_effect, log_effect
 from lox._compat._extend import ClosedJaxpr, Jaxpr, jit_p
-from lox._compat._traces import Literal, PjitFunction, Primitive, Var
+from lox._compat._traces import (
+    Literal,
+    PjitFunction,
+    Primitive,
+    StagingTrace,
+    StagingTracer,
+    Tracer,
+    Var,
+    current_trace,
+)
 
 MERGED_JAXPR = Jaxpr is ClosedJaxpr  # since 0.11 one class, constants attached
 
@@ -72,6 +81,8 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     """Every jaxpr among an equation's parameters."""
     jaxprs = []
     for value in params.values():
+        if value is None:
+            continue
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
                 jaxprs.append(item)
@@ -118,8 +129,7 @@ def make_jaxpr(fun: Any, avals: Any) -> Any:
     return jax.make_jaxpr(fun)(*avals)
 
 
-@dataclasses.dataclass(frozen=True)
-class LogMark:
+class LogMark(NamedTuple):
     """What a compiled program, or a Python function that a primitive holds, logs."""
 
     keys: tuple[str, ...]
@@ -183,6 +193,8 @@ def _concerns(jaxpr: Any) -> tuple[bool, bool]:
 
 
 def _eqn_concerns(primitive: Any, params: dict[str, Any], effects: Any) -> tuple[bool, bool]:
+    if not params or primitive.name == LOG_NAME:  # most equations, and all logs, contain nothing
+        return primitive.name == LOG_NAME or log_effect in effects, False
     logs = log_effect in effects or hidden_log(primitive, params) is not None
     logs = logs or log_effect in getattr(params.get("exported"), "unordered_effects", ())  # of `jax.export`
     # The derivative rules of JAX's own functions (relu, logsumexp, ...) never log: no need to wrap them.
@@ -274,8 +286,12 @@ def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
             if isinstance(var, Var) and var not in defined:
                 needed.setdefault(var)
         defined.update(eqn.outvars)
-    outs = [v for eqn in eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
     effects = frozenset().union(*[eqn.effects for eqn in eqns])
+    trace = current_trace()
+    staging = isinstance(trace, StagingTrace) and not trace.requires_low and not is_high(jaxpr)
+    if staging and not effects and all(_is_of_type(env[v], v.aval) for v in needed):
+        return _stage_equations(trace, eqns, env)
+    outs = [v for eqn in eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
     stretch = split_jaxpr(jaxpr)[0].replace(
         constvars=[],
         invars=list(needed),
@@ -287,6 +303,28 @@ def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
     )
     values = jax.core.eval_jaxpr(stretch, [], *[env[v] for v in needed])
     env.update(zip(outs, values, strict=True))
+
+
+def _is_of_type(x: Any, aval: Any) -> bool:
+    return isinstance(x, Tracer) and jax.typeof(x) == aval  # not a constant, with which JAX may evaluate equations
+
+
+def _stage_equations(trace: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
+    """Add equations whose operands are of the types they had to the program that is traced, as they are.
+
+    JAX does so with those of an inlined jit: evaluating them takes several times as long, only to find the types of
+    their results again. (Its own function for that would replace their source lines by the current one.)
+    """
+    around = _extend.current_name_stack()
+    for eqn in eqns:
+        info = eqn.source_info.replace(name_stack=around + eqn.source_info.name_stack)
+        args = [
+            StagingTracer(trace, v.aval, v, info) if isinstance(v, Literal) else trace.to_jaxpr_tracer(env[v], info)
+            for v in eqn.invars
+        ]
+        types = [v.aval for v in eqn.outvars]
+        outs = trace.emit_eqn(args, types, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
+        env.update(zip(eqn.outvars, outs, strict=True))
 
 
 def with_equations(jaxpr: Any, eqns: list[Any], outvars: list[Any]) -> Any:
@@ -359,6 +397,8 @@ SCOPE = "lox:"  # marks the named scopes of JAX that `lox.scope` has opened
 
 def scopes_in(name_stack: Any) -> str:
     """The names of lox's scopes in a name stack, outermost first, as a prefix of keys."""
+    if not name_stack.stack:
+        return ""
     names = [getattr(entry, "name", "") for entry in name_stack.stack]
     return "".join(f"{name.removeprefix(SCOPE)}/" for name in names if name.startswith(SCOPE))
 

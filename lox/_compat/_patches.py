@@ -296,6 +296,15 @@ def report_primals(primitive: Any, stand_in: Any = None) -> None:
     run_in_forward_pass(primitive, stand_in)
 
 
+def stage_as_it_is(primitive: Any, effect: Any) -> None:
+    """Stage a primitive of lox that has this effect and no results: JAX would look for their types, at every log."""
+
+    def rule(trace: Any, source_info: Any, *tracers: Any, **params: Any) -> Any:
+        return trace.emit_eqn(list(tracers), [], primitive, params, {effect}, source_info)
+
+    partial_eval.custom_staging_rules[primitive] = rule
+
+
 def allow_order_with_offloading() -> None:
     """Let programs with ordered effects have results whose memory space is known.
 

@@ -275,9 +275,17 @@ def _moved(x: Any, place: Any) -> Any:
     return jax.device_put(x, place if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
 
-def with_strong_type(x: Any, dtype: Any) -> Any:
-    """The same array, whose type is not weak. By the primitive: the function looks at much that is known here."""
-    return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=False, sharding=None)
+def is_weak(aval: Any) -> bool:
+    """Whether a type gives way to others in promotions, as that of a Python number does."""
+    return getattr(aval, "weak_type", False)
+
+
+def with_strength(x: Any, weak: bool) -> Any:
+    """The same array with a type that is weak, or is not. By the primitive: the function looks at much known here."""
+    aval = jax.typeof(x)
+    if is_weak(aval) == weak:
+        return x
+    return lax.convert_element_type_p.bind(x, new_dtype=aval.dtype, weak_type=weak, sharding=None)
 
 
 def aval_of(x: Any) -> Any:

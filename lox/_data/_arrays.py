@@ -172,5 +172,4 @@ def strong(x: Any) -> Any:
     """Remove the weak type: `lox.log({"x": 1.0})` logs a float32, whatever it is later combined with."""
     if isinstance(x, np.ndarray | np.generic):
         return x
-    aval = jax.typeof(x)
-    return _compat.with_strong_type(x, aval.dtype) if getattr(aval, "weak_type", False) else x
+    return _compat.with_strength(x, weak=False)

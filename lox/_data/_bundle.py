@@ -184,6 +184,8 @@ def gather(bundles: Sequence[Bundle]) -> list[Bundle]:
     for bundle in bundles:
         for key in bundle.keys:
             having.setdefault(key, []).append(bundle)
+    if len(having) == sum(len(bundle.keys) for bundle in bundles):
+        return [*bundles]
     groups = together(enumerate(bundles))
     return [concatenate([bundle.only(keys) for bundle in having[keys[0]]]) for keys in groups]
 
@@ -289,6 +291,8 @@ def _no_step(xp: Any, shape: tuple[int, ...], dtype: Any) -> Laned:
 
 def unroll(bundle: Bundle, reverse: bool) -> Bundle:
     """The events of a whole loop, from that of its body with an additional leading axis."""
+    if bundle.single and not reverse:
+        return dataclasses.replace(bundle, single=False)
 
     def flat(x: Any) -> Any:
         if reverse:

@@ -102,6 +102,8 @@ def arranged(bundles: Iterable[Bundle], devices: tuple[tuple[Any, ...], ...], al
         devices: The mesh axes of each surrounding shard_map, outermost first.
         alike: The axes along which devices get here together, and differ only in values whose types say so.
     """
+    if not devices:
+        return [(frozenset(), bundle) for bundle in bundles]
     every = frozenset(name for level in devices for name in level)
     parts: list[tuple[Axes, Bundle]] = []
     for bundle in bundles:
@@ -129,7 +131,7 @@ def _gathered(bundle: Bundle, devices: tuple[tuple[Any, ...], ...]) -> Bundle:
             flags = (names, *flags)
         return Laned(tree, flags)
 
-    return jax.tree.map(gather, bundle, is_leaf=is_laned).even() if devices else bundle
+    return jax.tree.map(gather, bundle, is_leaf=is_laned).even()
 
 
 def _all_gather(x: Any, names: tuple[Any, ...], axis: int) -> Any:

@@ -51,11 +51,14 @@ class Event:
     @classmethod
     def from_operands(cls, meta: Meta, operands: Iterable[Any], scope: str = "") -> "Event":
         """Make an event of the operands of `log_p`."""
-        rest = iter([Laned(_arrays.as_array(x), f) for x, f in zip(operands, meta.flags, strict=True)])
+        laned = [Laned(_arrays.as_array(x), f) for x, f in zip(operands, meta.flags, strict=True)]
+        values, start = {}, 0
+        for key, treedef in zip(meta.keys, meta.treedefs, strict=True):
+            end = start + treedef.num_leaves
+            values[key], start = laned[start:end], end
+        rest = iter(laned[start:])
         return cls(
-            values={
-                k: [next(rest) for _ in range(t.num_leaves)] for k, t in zip(meta.keys, meta.treedefs, strict=True)
-            },
+            values=values,
             treedefs=dict(zip(meta.keys, meta.treedefs, strict=True)),
             reductions=dict(zip(meta.keys, meta.reductions, strict=True)),
             steps={s: next(rest) for s in meta.steps},
@@ -68,8 +71,8 @@ class Event:
             scope=scope,
         )
 
-    def to_operands(self) -> tuple[list[Any], Meta]:
-        """The inverse of `from_operands`."""
+    def to_operands(self, seen: bool = False) -> tuple[list[Any], Meta]:
+        """The inverse of `from_operands`; the event may be `seen` from now on."""
         laned = [x for leaves in self.values.values() for x in leaves] + list(self.steps.values())
         laned += [x for x in (self.weight, self.valid) if x is not None]
         meta = Meta(
@@ -81,7 +84,7 @@ class Event:
             weighted=self.weight is not None,
             has_valid=self.valid is not None,
             explicit=self.explicit,
-            seen=self.seen,
+            seen=seen or self.seen,
             site=self.site,
             flags=tuple(x.flags for x in laned),
         )
@@ -126,14 +129,18 @@ class Event:
 
     def bundle(self, keys: Iterable[str]) -> Bundle:
         """What the event contributes to some of its keys."""
-        strong = lambda x: Laned(_arrays.strong(x.tree), x.flags)  # noqa: E731
         keys = tuple(keys)
         return Bundle(
-            values=[strong(x) for key in keys for x in self.values[key]],
-            steps={name: strong(x) for name, x in self.steps.items()},
+            values=[_strong(x) for key in keys for x in self.values[key]],
+            steps={name: _strong(x) for name, x in self.steps.items()},
             valid=self.valid,
             keys=keys,
             treedefs=tuple(self.treedefs[key] for key in keys),
             single=True,
             site=Site(self.site),
         )
+
+
+def _strong(x: Laned) -> Laned:
+    tree = _arrays.strong(x.tree)
+    return x if tree is x.tree else Laned(tree, x.flags)

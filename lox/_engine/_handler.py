@@ -434,4 +434,4 @@ class MarkSeen(Keep):
 
     def event(self, frame: Frame, event: Event) -> None:
         """Bind it again, marked."""
-        bind(event.replace(seen=True))
+        bind(event, seen=True)

@@ -47,19 +47,22 @@ def pass_on(primitive: Any, args: Any, params: dict[str, Any]) -> Any:
 
 def check(mark: LogMark, frame: FrameType) -> None:
     """Raise if the log that is run or traced here, in Python, is hidden from a surrounding transformation."""
-    frames = _compat.stack(frame)
-    for frame in frames:
-        if frame.f_code is _TRANSFORMING:
+    current: FrameType | None = frame
+    while current is not None:  # not by `stack`: every log that is traced comes by here
+        code = current.f_code
+        if code is _TRANSFORMING:
             return  # nothing in between could hide the log from the transformation
-        if frame.f_code is _PASS_ON:
-            raise _errors.opaque_primitive(frame.f_locals["primitive"].name, mark.keys, mark.site)
-        if frame.f_code is _compat.WITHOUT_EFFECTS:
+        if code is _PASS_ON:
+            raise _errors.opaque_primitive(current.f_locals["primitive"].name, mark.keys, mark.site)
+        if code is _WITHOUT_EFFECTS:
             # JAX only asks for the types of its results, so nobody would ever see the log.
-            params = next(iter(v for v in frame.f_locals.values() if isinstance(v, dict)), {})
-            primitive = next((p for f in frames if (p := f.f_locals.get("primitive")) is not None), None)
+            params = next(iter(v for v in current.f_locals.values() if isinstance(v, dict)), {})
+            around = _compat.stack(current.f_back)
+            primitive = next((p for f in around if (p := f.f_locals.get("primitive")) is not None), None)
             if primitive is not None:
                 _compat.note_hidden(primitive, params, mark)
             return
+        current = current.f_back
 
 
 def check_log(mark: LogMark, frame: FrameType) -> None:
@@ -79,6 +82,7 @@ def _check_executable(mark: LogMark) -> None:
 
 
 _PASS_ON: CodeType = pass_on.__code__
+_WITHOUT_EFFECTS: CodeType = _compat.WITHOUT_EFFECTS
 _TRANSFORMING: CodeType
 
 

@@ -76,7 +76,7 @@ def foresee(frame: Frame, jaxprs: Sequence[Any]) -> None:
     A loop or a branch would else be traced just to find that out. What is not foreseen is found out that way.
     """
     handler = frame.handler
-    logs = [(meta, frame.eqn_scope + scope) for jaxpr in jaxprs for meta, scope in _metas_in(jaxpr)]
+    logs = [(meta, frame.eqn_scope + scope) for jaxpr in jaxprs for meta, scope in metas_in(jaxpr)]
     if not handler.grows(frame, logs):
         return
     number: dict[Any, int] = {}  # of each operand
@@ -127,7 +127,7 @@ def _runs(handler: Handler, jaxpr: Any, scope: str) -> Iterator[list[tuple[Any, 
 _metas: Any = weakref.WeakKeyDictionary()
 
 
-def _metas_in(jaxpr: Any) -> dict[tuple[Meta, str], None]:
+def metas_in(jaxpr: Any) -> dict[tuple[Meta, str], None]:
     """The logs in a jaxpr, each with the scopes around it."""
     metas = _metas.get(jaxpr)
     if metas is None:
@@ -136,8 +136,9 @@ def _metas_in(jaxpr: Any) -> dict[tuple[Meta, str], None]:
             here = scope_of(eqn, "")
             if eqn.primitive is log_p:
                 metas[eqn.params["meta"], here] = None
+                continue
             for inner in executed_jaxprs(eqn.primitive, eqn.params):
-                metas.update({(meta, here + scope): None for meta, scope in _metas_in(inner)})
+                metas.update({(meta, here + scope): None for meta, scope in metas_in(inner)})
     return metas
 
 
@@ -252,7 +253,7 @@ BLOCK = _compat.Primitive("lox_block")  # stands for anything that runs jaxprs
 def tally(jaxpr: Any, scope: str, select: Callable[[Meta, str], Iterable[str]]) -> dict[str, Tally]:
     """Count the events of each key in a jaxpr that is in `scope`; `select` gives the keys of a log that count."""
     eqns = _compat.split_jaxpr(jaxpr)[0].eqns if _compat.has_logs(jaxpr) else []
-    return add_tallies(tally_of(eqn.primitive, eqn.params, scope_of(eqn, scope), select) for eqn in eqns)
+    return add_tallies(tally_of(eqn.primitive, eqn.params, scope_of(eqn, scope), select) for eqn in eqns if eqn.params)
 
 
 def add_tallies(tallies: Iterable[dict[str, Tally]]) -> dict[str, Tally]:
@@ -260,7 +261,7 @@ def add_tallies(tallies: Iterable[dict[str, Tally]]) -> dict[str, Tally]:
     total: dict[str, Tally] = {}
     for part in tallies:
         for key, count in part.items():
-            total[key] = total.get(key, Tally()) + count
+            total[key] = total[key] + count if key in total else count
     return total
 
 

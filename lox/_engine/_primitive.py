@@ -26,9 +26,9 @@ log_p = _compat.Primitive(_compat.LOG_NAME)
 log_p.multiple_results = True
 
 
-def bind(event: Event) -> None:
-    """Execute an event in the current trace."""
-    operands, meta = event.to_operands()
+def bind(event: Event, seen: bool = False) -> None:
+    """Execute an event in the current trace; if it was `seen` by a transformation, the default sink ignores it."""
+    operands, meta = event.to_operands(seen)
     log_p.bind(*operands, meta=meta)
 
 
@@ -101,6 +101,7 @@ def _batch(axis_data: Any, operands: Any, dims: Any, *, meta: Meta) -> Any:
 batching.fancy_primitive_batchers[log_p] = _batch
 ad.primitive_transposes[log_p] = lambda cts, *args, meta: [None] * len(args)
 _compat.report_primals(log_p)
+_compat.stage_as_it_is(log_p, _compat.log_effect)
 
 
 def log(
@@ -165,14 +166,18 @@ def log(
     for key, value in data.items():
         if not isinstance(key, str):
             raise _errors.LogTypeError(f"`lox.log` got the key {key!r}: keys are strings, not {type(key).__name__}.")
-        leaves, treedef = jax.tree.flatten(value)
-        if not leaves:
-            raise _errors.LogTypeError(f"`lox.log` cannot log {key!r}: {value!r} holds no array.")
+        if isinstance(value, jax.Array):
+            treedef = _arrays.LEAF
+            operands.append(value)
+        else:
+            leaves, treedef = jax.tree.flatten(value)
+            if not leaves:
+                raise _errors.LogTypeError(f"`lox.log` cannot log {key!r}: {value!r} holds no array.")
+            operands += [x if isinstance(x, jax.Array) else as_array(x, f"the value of {key!r}") for x in leaves]
         names.append(prefix + key if prefix else key)
         treedefs.append(treedef)
         reductions.append(None if reduce is None else _reduce.resolve(reduce, key))
-        operands += [x if isinstance(x, jax.Array) else as_array(x, f"the value of {key!r}") for x in leaves]
-    if isinstance(reduce, Mapping) and set(reduce) - set(data):
+    if reduce is not None and isinstance(reduce, Mapping) and set(reduce) - set(data):
         raise _errors.OptionError(
             f"`reduce` names {_errors.listing(set(reduce) - set(data))}, "
             f"but `lox.log` was given {_errors.listing(data)}."

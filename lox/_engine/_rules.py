@@ -16,11 +16,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from lox import _compat
+from lox._data._arrays import strong
 from lox._data._bundle import Bundle
 from lox._data._lanes import Laned, map_laned
 from lox._engine import _masking
 from lox._engine._handler import Drop, Frame, Grown, Handler, Place, Retrace, Tally, rebuilding, types_of
 from lox._engine._interpret import Inside, Transformed, foresee, interpret, once, rule, tally, transformed, wants_any
+from lox._engine._primitive import log_p
 from lox._engine._trace import run_function
 
 
@@ -128,10 +130,17 @@ def _scan(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     options, jaxpr = _compat.scan_options(params), params["jaxpr"]
     length = options["length"]
+    weak = [_compat.is_weak(aval) for aval in _compat.out_avals(jaxpr)]
+    # What is logged is not weak. Instead of many values, the carry that they come from is converted, and back.
+    pays = 0 < 2 * sum(weak) <= _weak_operands(jaxpr)
+    through_strong = pays and not any(weak[n_carry:]) and not frame.handler.in_place
 
     def iterate(frame: Frame, init: list[Any], xs: list[Any], length: int) -> list[Any]:
         def step(inner: Frame, c: list[Any], x: list[Any]) -> list[Any]:
-            return interpret(inner, jaxpr, [*consts, *c, *x])
+            if not through_strong:
+                return interpret(inner, jaxpr, [*consts, *c, *x])
+            outs = interpret(inner, jaxpr, [*consts, *map(strong, c), *x])
+            return [_compat.with_strength(x, w) if w else x for x, w in zip(outs, weak, strict=True)]
 
         foresee(frame, [jaxpr])
         return _loop(frame, step, init, xs, {**options, "length": length})
@@ -168,6 +177,12 @@ def _scan(frame: Frame, primitive: Any, params: dict[str, Any], args: list[Any])
         carry, halves = outs[:n_carry], zip(ys, outs[n_carry:], strict=True)
         ys = [jnp.concatenate(pair[::-1] if options["reverse"] else pair) for pair in halves]
     return [*carry, *ys]
+
+
+def _weak_operands(jaxpr: Any) -> int:
+    """How many operands of the logs in a jaxpr, but not further inside, are weak."""
+    logs = [eqn for eqn in _compat.split_jaxpr(jaxpr)[0].eqns if eqn.primitive is log_p]
+    return sum(_compat.is_weak(v.aval) for log in logs for v in log.invars)
 
 
 def _loop(frame: Frame, step: Callable[..., list[Any]], init: list[Any], xs: list[Any], options: Any) -> list[Any]:

@@ -72,7 +72,7 @@ class Collect(Handler):
     def event(self, frame: Frame, event: Event) -> None:
         """Take the selected keys."""
         if self.keep_logs:
-            bind(event.replace(seen=True))
+            bind(event, seen=True)
         event = event.in_scope()
         keys = self.selection.keys(event)
         event = event.owned() if keys else event
@@ -93,6 +93,8 @@ class Collect(Handler):
         """Whether logs have keys that are reduced, but were not yet."""
         known = {key for keys in frame.state for key in keys}
         for meta, scope in logs:
+            if not self._reduces(meta):
+                continue
             new = [key for key in self.selection.keys(meta, scope) if key not in known]
             if new and not {*new} <= {*self.counts(meta, scope)}:
                 return True
@@ -185,8 +187,14 @@ class Collect(Handler):
 
     def counts(self, meta: Meta, scope: str) -> list[str]:
         """The keys that are stacked."""
+        if not self._reduces(meta):
+            return self.selection.keys(meta, scope)
         logged = {scope + key: how for key, how in zip(meta.keys, meta.reductions, strict=True)}
         return [key for key in self.selection.keys(meta, scope) if self.reduction(key, logged[key]) is None]
+
+    def _reduces(self, meta: Meta) -> bool:
+        """Whether a key of a log may be reduced."""
+        return self.reduce is not None or any(how is not None for how in meta.reductions)
 
     @property
     def foresees(self) -> bool:

@@ -78,7 +78,7 @@ class Stream(Handler):
             self._emit_direct(frame, event.bundle(direct))
         for key in selected:
             frame.note(key, event.valid is None)
-        bind(original.replace(seen=True))
+        bind(original, seen=True)
 
     def complete(self, frame: Frame) -> None:
         """Reduce the events that wait."""
@@ -145,19 +145,19 @@ class Stream(Handler):
         del length
         if not self.buffer:
             return None
-        total, stacked = (
-            _interpret.add_tallies(_interpret.tally(jaxpr, frame.eqn_scope, select) for jaxpr in jaxprs)
-            for select in (self.collect.selection.keys, self.collect.counts)
-        )
+        scope, collect = frame.eqn_scope, self.collect
+        total = _interpret.add_tallies(_interpret.tally(jaxpr, scope, collect.selection.keys) for jaxpr in jaxprs)
         most = max((t.count for t in total.values()), default=0)
         if not most or most == math.inf:
             return None
-        interval = self.collect.interval or 1
+        interval = collect.interval or 1
         iterations = int(self.buffer * interval // most)
         if iterations > interval:
             iterations -= iterations % interval  # so that every block begins with an event to keep
         if iterations < 2:
             return None
+        logs = [log for jaxpr in jaxprs for log in _interpret.metas_in(jaxpr)]
+        stacked = {key for meta, inner in logs for key in collect.counts(meta, scope + inner)}
         counts = {key: int(t.count) for key, t in total.items()}
         return Blocks(
             self,
