@@ -598,6 +598,27 @@ def test_every_device_records_its_own() -> None:
         assert np.ravel(info.value.logs["n"]).tolist() == [3, 4, 5]
 
 
+@pytest.mark.slow
+def test_a_loop_around_devices_records_up_to_the_failure_on_all_of_them() -> None:
+    mesh = jax.sharding.Mesh(devices(8), ("d",))
+    spec, everywhere = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
+
+    def doubled(x: Any, i: Any) -> Any:
+        lox.log({"x": x[0] * 2}, step=i)
+        return x * 2
+
+    def fun(x: Any) -> Any:
+        step = jax.shard_map(doubled, mesh=mesh, in_specs=(spec, everywhere), out_specs=spec)
+        return lax.scan(lambda x, i: (step(x, i), None), x, jnp.arange(300))[0]
+
+    with pytest.raises(lox.NonFiniteError, match=r"'x' is inf at step=125 in lane 3\.") as info:
+        lox.watch(fun, last=3)(jnp.ones(8).at[3].set(4.0))
+    assert np.ravel(info.value.logs.step["x"]).tolist() == [123, 124, 125]
+    want = 2.0 ** np.arange(124, 127)[:, None] * np.where(np.arange(8) == 3, 4.0, 1.0)
+    want[-1, 3] = np.inf
+    np.testing.assert_array_equal(info.value.logs["x"], want)
+
+
 def test_last_has_to_be_a_positive_integer() -> None:
     for last in (0, -1, 1.5, True):
         with pytest.raises(lox.OptionError, match=f"`last` is {last}; it must be a positive integer"):
