@@ -226,9 +226,10 @@ def _put(slot: Any, where: Any, by_lane: Laned | None, slots: Laned, x: Laned) -
     if by_lane is None:
         # All on one mesh, which only some of them may have so far.
         everything = [x.tree, slots.tree, *([] if where is None else [where])]
-        new, whole, *condition = (_compat.on_mesh_of(everything, a) for a in everything)
-        if condition:
-            new = lax.select(*condition, new, lax.dynamic_index_in_dim(whole, slot, keepdims=False))
+        new, whole = (_compat.on_mesh_of(everything, a) for a in everything[:2])
+        if where is not None:
+            where = _compat.on_mesh_of(everything, where)
+            new = lax.select(where, new, lax.dynamic_index_in_dim(whole, slot, keepdims=False))
         new = _compat.on_mesh_of([whole], new)
         return Laned(lax.dynamic_update_index_in_dim(whole, new, slot, 0), x.flags)
     numbers = jnp.arange(slots.tree.shape[0], dtype=jnp.int32).reshape((-1,) + (1,) * slot.ndim)
