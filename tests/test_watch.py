@@ -13,6 +13,8 @@ from optional import devices
 
 import lox
 from lox import _compat
+from lox._data._lanes import Laned
+from lox._transforms import _report, _watch
 
 
 def squares(x: Any) -> Any:
@@ -395,13 +397,141 @@ def primitives(jaxpr: Any) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fun", [scanned(1000), scanned(1009), looped, nested])
 def test_a_loop_has_neither_host_calls_nor_branches(fun: Any) -> None:
+    """Nor more writes than lines, if it is a scan: on a GPU, each is a kernel."""
     for last in (None, 7):
         watched = lox.nolog(lox.watch(fun, last=last))
         bodies = [list(primitives(body)) for body in loops(jax.make_jaxpr(jax.jit(watched))(1.0))]
         assert not {"lox_emit", "cond"} & {*bodies[0]}  # the innermost comes first
         assert sum("lox_emit" in body for body in bodies) <= 1  # between blocks
         innermost = next(loops(jax.make_jaxpr(watched)(1.0)))
-        assert max(x.size for x in _compat.in_avals(innermost)) == (last or 1)
+        sizes, written = [x.size for x in _compat.in_avals(innermost)], [*primitives(innermost)]
+        if fun is looped:  # an array for each of the value, the step and the number of the event
+            assert max(sizes) == (last or 1) and written.count("dynamic_update_slice") == 3
+        else:  # a row of the values, the step, the number of the event and whether it fails
+            assert max(sizes) == 256 * 5 and written.count("dynamic_update_slice") == 1
+            assert "dynamic_slice" not in written and "eq" not in written  # nor a look at what was there, nor at a flag
+
+
+def test_large_events_are_kept_as_often_as_asked_for() -> None:
+    def fun(x: Any) -> Any:
+        def step(x: Any, i: Any) -> Any:
+            lox.log({"x": x}, step=i)
+            return x * 2, None
+
+        return lax.scan(step, x, jnp.arange(300))[0]
+
+    for last, size in ((None, 2000), (None, 1000), (3, 2000), (5000, 1000), (5000, 3)):
+        watched = lox.nolog(lox.watch(fun, last=last))
+        innermost = next(loops(jax.make_jaxpr(watched)(jnp.ones(size))))
+        largest = max(x.size for x in _compat.in_avals(innermost))
+        roomy = {(None, 1000): 256, (5000, 3): 8192}
+        assert largest == size * roomy.get((last, size), last or 1)
+        with pytest.raises(lox.NonFiniteError, match=r"the first at .* at step=128") as info:
+            watched(jnp.zeros(size).at[size - 1].set(1.0))
+        assert info.value.logs["x"].shape == (min(last or 1, 129), size)
+        assert info.value.logs["x"][-1, -1] == np.inf and np.isfinite(info.value.logs["x"][:-1]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [None, 1, 30, 150, 2000])
+def test_a_failure_at_any_place_of_a_block(last: int | None) -> None:
+    """What comes after it in its block is not in `error.logs`, and what came before it is, as far back as asked."""
+    errors: list[lox.NonFiniteError] = []
+
+    def fun(bad: Any, length: int) -> None:
+        def step(n: Any, i: Any) -> Any:
+            x = jnp.where((i == bad) | (i == bad + 1), jnp.nan, i.astype(jnp.float32))
+            lox.log({"x": x}, step=i)
+            lox.log({"third": -x}, where=i % 3 == 0, step=i)
+            return n + 1, None
+
+        lax.scan(step, 0, jnp.arange(length))
+
+    watched = jax.jit(lox.nolog(lox.watch(fun, errors.append, last=last)), static_argnums=1)
+    for length in (1000, 1009, 150):
+        for bad in (0, 1, 50, 149, 199, 200, 201, 399, 998, 999, 1000, 1008):
+            if bad >= length:
+                continue
+            errors.clear()
+            watched(bad, length)
+            jax.effects_barrier()
+            (error,) = errors
+            assert (error.key, error.steps) == ("x", {"step": bad})
+            assert error.logs.step["x"].tolist() == [*range(bad + 1)][-(last or 1) :]
+            assert error.logs["x"].tolist()[:-1] == [*range(bad)][len(range(bad)) + 1 - len(error.logs["x"]) :]
+            if last and bad:  # in the same iteration, "x" comes first
+                assert error.logs.step["third"].tolist() == [*range(0, bad, 3)][-last:]
+                assert (-error.logs["third"]).tolist() == error.logs.step["third"].tolist()
+            else:
+                assert "third" not in error.logs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", LASTS)
+def test_numbers_of_events_may_overflow(last: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    initial = _watch.Record.initial_state
+    start = np.int32(2**31 - 301)
+
+    def late(self: Any) -> dict[str, Any]:
+        return {**initial(self), "number": Laned(jnp.asarray(start))}
+
+    for name in ("scan", "scan in blocks", "while", "nested", "branches"):
+        told = []
+        for state in (initial, late):
+            monkeypatch.setattr(_watch.Record, "initial_state", state)
+            errors: list[lox.NonFiniteError] = []
+            jax.jit(lox.nolog(lox.watch(PROGRAMS[name], errors.append, last=last)))(1.5)
+            jax.effects_barrier()
+            told.append([repr(described(error, None)) for error in errors])
+        assert len(told[0]) == 1 and told[0] == told[1]
+
+
+def test_numbers_of_all_dtypes_are_recorded() -> None:
+    """Exactly, though a row has them as words."""
+    names = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32"]
+    names += ["float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"]
+
+    def values(i: Any) -> dict[str, Any]:
+        return {name: (i % 11 - 5).astype(jnp.dtype(name)) for name in names} | {"array": jnp.stack([i, -i])}
+
+    def fun(n: int) -> None:
+        def step(_: Any, i: Any) -> Any:
+            nan = jnp.where(i == n, jnp.float32(jnp.nan), -jnp.float32(0))
+            lox.log({**values(i), "key": jax.random.key(i), "nan": nan}, step=i)
+            return None, None
+
+        lax.scan(step, None, jnp.arange(250))
+
+    with pytest.raises(lox.NonFiniteError, match="'nan' is NaN at step=230") as info:
+        lox.nolog(lox.watch(fun, last=9))(230)
+    logs, steps = info.value.logs, jnp.arange(222, 231)
+    assert logs.step["nan"].tolist() == steps.tolist()
+    for name, x in jax.vmap(values)(steps).items():
+        assert logs[name].dtype == x.dtype
+        np.testing.assert_array_equal(np.asarray(logs[name]), np.asarray(x))
+    words = jax.random.key_data(jax.vmap(jax.random.key)(steps))
+    np.testing.assert_array_equal(jax.random.key_data(logs["key"]), words)
+    assert np.signbit(logs["nan"][:-1]).all()
+
+
+def test_the_host_is_called_only_if_an_event_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if there are rings that are not full, or that nothing ever comes into."""
+    calls: list[str | None] = []
+    monkeypatch.setattr(_report.Report, "__call__", lambda self, packet, token=0: calls.append(packet.signal))
+
+    def fun(x: Any) -> Any:
+        def step(x: Any, i: Any) -> Any:
+            lax.cond(i < 0, lambda: [lox.log({"never": x})][1:], lambda: [])
+            lox.log({"x": x}, step=i)
+            return x * 0.5, None
+
+        return lax.scan(step, x, jnp.arange(40))[0]
+
+    for last in (None, 1000):
+        for f in (fun, looped, scanned(20)):
+            jax.block_until_ready(jax.jit(lox.nolog(lox.watch(f, last=last)))(0.0))
+            jax.effects_barrier()
+            assert calls == []
 
 
 @pytest.mark.slow
@@ -468,6 +598,27 @@ def test_every_device_records_its_own() -> None:
         assert np.ravel(info.value.logs["n"]).tolist() == [3, 4, 5]
 
 
+@pytest.mark.slow
+def test_a_loop_around_devices_records_up_to_the_failure_on_all_of_them() -> None:
+    mesh = jax.sharding.Mesh(devices(8), ("d",))
+    spec, everywhere = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
+
+    def doubled(x: Any, i: Any) -> Any:
+        lox.log({"x": x[0] * 2}, step=i)
+        return x * 2
+
+    def fun(x: Any) -> Any:
+        step = jax.shard_map(doubled, mesh=mesh, in_specs=(spec, everywhere), out_specs=spec)
+        return lax.scan(lambda x, i: (step(x, i), None), x, jnp.arange(300))[0]
+
+    with pytest.raises(lox.NonFiniteError, match=r"'x' is inf at step=125 in lane 3\.") as info:
+        lox.watch(fun, last=3)(jnp.ones(8).at[3].set(4.0))
+    assert np.ravel(info.value.logs.step["x"]).tolist() == [123, 124, 125]
+    want = 2.0 ** np.arange(124, 127)[:, None] * np.where(np.arange(8) == 3, 4.0, 1.0)
+    want[-1, 3] = np.inf
+    np.testing.assert_array_equal(info.value.logs["x"], want)
+
+
 def test_last_has_to_be_a_positive_integer() -> None:
     for last in (0, -1, 1.5, True):
         with pytest.raises(lox.OptionError, match=f"`last` is {last}; it must be a positive integer"):
@@ -496,6 +647,22 @@ def test_a_logger_writes_the_last_events(tmp_path: Any, wrap: Any) -> None:
     logs = lox.load(tmp_path, key=jax.random.key(0))
     assert logs["n"].tolist() == logs.step["x"].tolist() == [3, 4, 5]
     assert logs["after"].tolist() == [1] and logs["again/n"].tolist() == [5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fun", [scanned(1000), looped], ids=["scan", "while"])
+def test_a_lane_that_has_failed_is_written_once(tmp_path: Any, fun: Any) -> None:
+    """Others that fail later do not bring its events again."""
+    prng_keys = jax.random.split(jax.random.key(0), 3)
+    errors: list[lox.NonFiniteError] = []
+    with lox.SaveLogger(tmp_path) as logger:
+        states = jax.vmap(logger.init)(prng_keys)
+        watched = lambda state, x: lox.nolog(logger.watch(fun, state, errors.append, argnames="x", last=3))(x)  # noqa: E731
+        jax.vmap(watched)(states, jnp.float32([1, 2.0**-110, 0]))
+    assert [error.lane for error in errors] == [(0,), (1,)]
+    first, second, _ = [lox.load(tmp_path, key=key).step["x"].tolist() for key in prng_keys]
+    assert len(first) == 3 and len({*first}) == 3 and first[-1] == errors[0].steps["step"]
+    assert second[-3:] == [errors[1].steps["step"] - n for n in (2, 1, 0)] and len({*second}) == len(second) == 6
 
 
 @pytest.mark.slow

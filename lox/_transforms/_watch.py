@@ -1,8 +1,12 @@
 """`lox.watch`: the first NaN or infinity, and the events before it.
 
-The state has the number of the event that has failed. Until there is one, every event is checked on the device, and
-goes into the ring of its line. Loops are split into blocks of iterations, which only do that: no branch and no host
-call. In between, and outside of loops, the host is called if an event has failed, and gets the rings.
+Every event is checked on the device, and goes into the ring of its line. Loops are split into blocks of iterations,
+which only do that: no branch and no host call. In between, and outside of loops, the host is called if an event has
+failed, and gets the rings.
+
+Nothing may be written over the event that has failed. If the events of a loop are small, their rings have room for a
+whole block, and an iteration writes one row per line and nothing else (`Stack`). Otherwise the state has the number of
+the event that has failed, and from then on nothing is written (`Record`).
 """
 
 import collections
@@ -25,19 +29,21 @@ from lox._engine import _emit, _interpret
 from lox._engine._emit import RECORD, RELEASE, Deliver
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Keep
-from lox._engine._primitive import bind
+from lox._engine._primitive import bind, log_p
 from lox._engine._selection import Names, Selection
 from lox._errors import NonFiniteError
 from lox._transforms._call import P, R, count_option, wraps
 from lox._transforms._deliver import connect, one_for
 from lox._transforms._report import Report
-from lox._transforms._ring import ORDER, Line, Ring
+from lox._transforms._ring import FAILS, ORDER, Line, Ring
 from lox._transforms._state import typed_like
 from lox._transforms._tap import run
 
 # The events of a key between two checks: so many that a check costs little, so few that it comes soon.
 _EVENTS = 100
 _FEWEST, _MOST = _EVENTS // 2, 2 * _EVENTS  # if a loop can then be split into equal blocks
+
+_LARGEST = 1 << 18  # the numbers in a ring that has room for a block: 1 MB
 
 # Events have odd numbers, which never become 0, even after an overflow.
 _NONE = 0  # has failed
@@ -53,6 +59,8 @@ class Record(Handler):
 
     selection: Selection
     last: int | None
+
+    room: ClassVar[int] = 0  # for events of a line that come after a failure, before the next check
 
     @property
     def names(self) -> Names | None:
@@ -82,16 +90,23 @@ class Record(Handler):
         if not (bad or self.last):
             return False
         bundle = jax.tree.map(_without_tangent, event.bundle(keys))
-        line = Line.of(bundle, selected if bad else (), frame.devices)
+        line = Line.of(bundle, selected if bad else (), frame.devices, self.room)
 
-        failed, number = _first(frame.state["failed"]), jnp.max(frame.state["number"].tree) + 2
-        bundle = dataclasses.replace(bundle, steps={**bundle.steps, ORDER: Laned(number)})
+        number, failed, running = jnp.max(frame.state["number"].tree) + 2, _first(frame.state["failed"]), None
+        arrays = jax.tree.leaves(bundle, is_leaf=_lanes.is_laned)
+        flags = (False,) * max((len(x.flags) for x in arrays), default=0)  # like a step, with which it shares a row
+        more = {ORDER: Laned(number, flags)}
+        fails = _fails(bad, event.valid) if bad else jnp.zeros((), bool)
+        if not self.room:
+            running = failed == _NONE
+            failed = jnp.where(running & fails, number, failed)
+        elif bad:
+            more[FAILS] = Laned(fails, flags)
+        bundle = dataclasses.replace(bundle, steps={**bundle.steps, **more})
         rings = frame.state["rings"].copy()
         ring = rings.get(line)
-        ring = Ring.empty(bundle, self.last or 1) if ring is None else ring
-        rings[line] = ring.take(bundle, failed == _NONE)
-        if bad:
-            failed = jnp.where((failed == _NONE) & _fails(bad, event.valid), number, failed)
+        ring = Ring.empty(bundle, line, self.last) if ring is None else ring
+        rings[line] = ring.take(bundle, running)
         frame.state = {**frame.state, "failed": Laned(failed), "number": Laned(number), "rings": rings}
         return True
 
@@ -122,6 +137,13 @@ class Record(Handler):
     def for_rules(self) -> Handler:
         """Check only events of the primal."""
         return Keep()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack(Record):
+    """Records all events of a block. Which has failed is found afterwards, in the rings."""
+
+    room: ClassVar[int] = _MOST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +179,7 @@ class Watch(Record):
         failed = _first(frame.state["failed"])
         if isinstance(failed, _compat.Tracer) or np.asarray(_compat.own_copy(failed)) != _NONE:
             for line, ring in rings.items():
-                sent += [_mark(line, ring, failed), self.leaving(ring.recorded())]
+                sent += [_mark(line, ring, failed), self.leaving(ring.recorded(_up_to(failed)))]
             options: Any = dict(signal=RECORD, conditional=True, everywhere=True)
             token = _emit.emit(self.deliver, sent, frame.state["token"], self.route(frame), **options)
             told = jnp.where(failed == _NONE, failed, jnp.full_like(failed, _TOLD))
@@ -185,7 +207,9 @@ class Watch(Record):
             # What remains after equal blocks would be a second copy of the body.
             equal = (n for n in range(largest, max(fewest, 2) - 1, -1) if length % n == 0)
             iterations = length if length <= largest else next(equal, iterations)
-        return Checked(self, max(iterations, 1))
+        largest = _LARGEST // ((self.last or 0) + _MOST)
+        kind = Stack if length is not None and all(_is_small(jaxpr, largest) for jaxpr in jaxprs) else Record
+        return Checked(self, max(iterations, 1), kind(self.selection, self.last))
 
     def finish(self, frame: Frame) -> Any:
         """Check what was not checked; return the last token."""
@@ -203,15 +227,18 @@ class Checked:
 
     watch: Watch
     iterations: int
+    record: Record
 
     def run(self, frame: Frame, bounded: bool, execute: Callable[[Frame], Any], room_for: int | None = None) -> Any:
         """Run a block by `execute(frame)`, which records its events, then check."""
         del bounded, room_for
         state = {name: x for name, x in frame.state.items() if name in ("failed", "number", "rings")}
-        record = Record(self.watch.selection, self.watch.last)
-        inner = Frame(record, state, scope=frame.eqn_scope, alike=frame.alike, devices=frame.devices)
+        inner = Frame(self.record, state, scope=frame.eqn_scope, alike=frame.alike, devices=frame.devices)
         out = execute(inner)
-        frame.state = {**frame.state, **inner.state}
+        state = inner.state
+        if self.record.room:
+            state = {**state, "failed": Laned(_found(state))}
+        frame.state = {**frame.state, **state}
         self.watch.report(frame)
         return out
 
@@ -228,14 +255,44 @@ def _first(failed: Laned) -> Any:
     return jnp.where(first == most, _NONE, first)
 
 
+def _up_to(failed: Any) -> Callable[[Any], Any]:
+    """Which events to send, by number: up to the one that has failed; all from lanes in which none has.
+
+    None from lanes of which the host knows already: it would get the same events again.
+    """
+
+    def is_sent(order: Any) -> Any:
+        before = order - failed <= 0  # right even after an overflow
+        return (order != 0) & jnp.where(failed == _NONE, True, (failed != _TOLD) & before)
+
+    return is_sent
+
+
+def _found(state: dict[str, Any]) -> Any:
+    """The number of the event that has failed first, according to the rings if it was not known before."""
+    failed, number = _first(state["failed"]), jnp.max(state["number"].tree)
+    first = jnp.ones((), jnp.int32)
+    for ring in state["rings"].values():
+        steps = ring.events().steps
+        if FAILS in steps:
+            lanes = _lanes.union(*[_lanes.lanes_of(steps[name], 1) for name in (ORDER, FAILS)])
+            assert lanes is not None  # both belong to one event
+            order, fails = (_lanes.widen(steps[name], lanes, 1).tree for name in (ORDER, FAILS))
+            ages = order - number  # right even after an overflow
+            first = jnp.minimum(first, jnp.min(jnp.where(fails & (order != 0), ages, 1)))
+    return jnp.where((failed == _NONE) & (first <= 0), number + first, failed)
+
+
 def _like(x: Any, target: Laned) -> Laned:
     return Laned(typed_like(x, target.tree), target.flags)
 
 
 def _mark(line: Line, ring: Ring, failed: Any) -> Bundle:
     """Say which event has failed, if it is from this line: the condition for a host call."""
-    order = ring.events.steps[ORDER]
-    here = Laned(jnp.any(order.tree == failed, 0), order.flags) if line.watched else Laned(jnp.zeros((), bool))
+    order, here = ring.events().steps[ORDER], Laned(jnp.zeros((), bool))
+    if line.watched:
+        is_here = (failed != _NONE) & jnp.any(order.tree == failed, 0)  # empty slots have no number either
+        here = Laned(is_here, order.flags)
     count = len(line.watched)
     return Bundle([Laned(failed)] * count, {}, here, line.watched, (SINGLE,) * count, True, Site(line.site))
 
@@ -248,6 +305,22 @@ def _fails(bad: list[Laned], valid: Laned | None) -> Any:
     assert lanes is not None  # all belong to one event
     *wide, happens = [_lanes.widen(x, lanes).tree for x in [*bad, valid]]
     return jnp.any(functools.reduce(jnp.logical_or, wide) & happens)
+
+
+def _is_small(jaxpr: Any, largest: int) -> bool:
+    """Whether events have at most so many numbers, and happen in every iteration.
+
+    If it depends on a value whether they do, a `vmap` around it lets JAX copy the rings in every iteration.
+    """
+    for eqn in _compat.split_jaxpr(jaxpr)[0].eqns if _compat.has_logs(jaxpr) else ():
+        if eqn.primitive is log_p:
+            meta, sizes = eqn.params["meta"], [x.aval.size for x in eqn.invars]
+            if sum(sizes) > largest or (meta.has_valid and sizes[-1] > 1):
+                return False
+        inside = [j for j in _interpret.executed_jaxprs(eqn.primitive, eqn.params) if _compat.has_logs(j)]
+        if inside and (eqn.primitive.name in ("cond", "while") or not all(_is_small(j, largest) for j in inside)):
+            return False
+    return True
 
 
 def _all_keys(meta: Meta, scope: str) -> list[str]:
@@ -302,8 +375,8 @@ def watch(
         tags: Watch logs with one of these tags only.
         last: Keep the last events of every key, watched or not, up to this number, in each lane: a flight recorder.
             `error.logs` has them, up to the one that failed; of a key whose values have several shapes, those like the
-            newest. Each log line needs memory for as many events on the device. By default, `error.logs` has only the
-            event that failed.
+            newest. Each log line needs memory for as many events on the device, and for a few hundred more if they are
+            small. By default, `error.logs` has only the event that failed.
 
     Returns:
         A function with the signature and result of `fun`.
