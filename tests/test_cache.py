@@ -430,12 +430,23 @@ NESTED = {
     "tap(spool)": lambda f: lox.tap(lox.spool(f, keep_logs=True, capacity=9), len),
     "tap(tap)": lambda f: lox.tap(lox.tap(f, len, reduce="mean"), len),
     "nolog(spool)": lambda f: lox.nolog(lox.spool(f, keep_logs=True, capacity=9)),
+    "vmap(spool)": lambda f: in_lanes(lox.spool(f, capacity=9)),
+    "vmap(spool mean)": lambda f: in_lanes(lox.spool(f, reduce="mean")),
+    "vmap(tap)": lambda f: in_lanes(lox.tap(f, len)),
+    "vmap(tap(buffer))": lambda f: in_lanes(lox.tap(f, len, buffer=2)),
+    "vmap(watch)": lambda f: in_lanes(lox.watch(f)),
+    "vmap(nolog)": lambda f: in_lanes(lox.nolog(f)),
+    "tap(vmap(spool))": lambda f: lox.tap(in_lanes(lox.spool(f, keep_logs=True, capacity=9)), len),
 }
+
+
+def in_lanes(f: Any) -> Any:
+    return lambda x: jax.vmap(f)(x * jnp.arange(1.0, 5.0))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("nested", NESTED)
-def test_one_transformation_around_another_compiles_a_loop_once(nested: str, loop: str) -> None:
+def test_a_transformation_inside_of_others_compiles_a_loop_once(nested: str, loop: str) -> None:
     x, results = jnp.float32(1), []
     for _ in range(2):
         results.append(jax.block_until_ready(NESTED[nested](LOOPS[loop])(x)))

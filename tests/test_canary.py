@@ -30,6 +30,7 @@ NAMES = {
     "jax._src.effects.shardable_ordered_effects": "does so on several devices",
     "jax._src.interpreters.ad.JVPTrace": "has both rules of a custom_vjp at hand, which a recomputation needs",
     "jax._src.interpreters.ad.LinearizeTrace": "the same for `jax.linearize` and `jax.grad`",
+    "jax._src.interpreters.batching.BatchTrace": "tells that a loop under `vmap` runs at once, and is compiled once",
     "jax._src.interpreters.mlir.lower_jaxpr_to_fun": "lowers ordered host calls beside offloaded values",
     "jax._src.interpreters.partial_eval.call_partial_eval_rules": "lets logs of calls in loops under remat be reached",
     "jax._src.interpreters.partial_eval.custom_staging_rules": "stages logs, and finds those of a jit that are hidden",

@@ -1093,3 +1093,27 @@ def test_lanes_inside_shard_map(kind: AxisType, jit: bool) -> None:
         total = 0.0 if "interval" in options else float(X.sum())
         assert sum(np.sum(logs["w"]) for logs in received if "w" in logs) == total + 2 * X.sum(), options
         assert sum(np.sum(logs["one"]) for logs in received if "one" in logs) == 1, options
+
+
+@pytest.mark.parametrize("transform", ["jit(vmap(watch))", "jit(watch(vmap))", "vmap(watch)", "watch(vmap)"])
+@with_and_without_context
+@each_kind
+def test_watch_over_sharded_seeds(kind: AxisType, context: bool, transform: str) -> None:
+    """Without a context, only the types of the arrays know the mesh."""
+
+    def fun(x: Any) -> Any:
+        def step(x: Any, i: Any) -> Any:
+            lox.log({"x": x}, step=i)
+            return x * 16, None
+
+        return lax.scan(step, x, jnp.arange(300))[0]
+
+    errors: list[lox.NonFiniteError] = []
+    functions = {"watch": lambda f: lox.nolog(lox.watch(f, errors.append)), "vmap": jax.vmap, "jit": jax.jit}
+    for name in reversed(transform.replace(")", "").split("(")):
+        fun = functions[name](fun)
+    mesh = mesh_of(kind)
+    with within(mesh, context):
+        jax.block_until_ready(fun(put(jnp.float32([0, 1, 0, 2, 0, 0, 0, 0]), mesh)))
+        jax.effects_barrier()
+    assert (errors[0].key, errors[0].steps, errors[0].lane) == ("x", {"step": 32}, (1,))

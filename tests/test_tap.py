@@ -409,3 +409,22 @@ def test_a_lane_without_an_event_does_not_have_its_key(jit: bool) -> None:
     events.clear()
     lox.tap(jax.vmap(f), events.append, argnames="n", buffer=2)(jnp.arange(3))
     assert [events[0].lane(i)["n"].tolist() for i in range(3)] == [[], [1], [2]]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_loop_of_unknown_length_in_a_loop_without_iterations(jit: bool) -> None:
+    """It has no events, but a program that has to be traced."""
+
+    def never(x: Any, _: Any) -> Any:
+        return jax.lax.while_loop(lambda c: (lox.log({"never": c}), c < 3)[1], lambda c: c + 1, x), None
+
+    def step(x: Any, i: Any) -> Any:
+        lox.log({"x": x}, step=i)
+        return jax.lax.scan(never, x + 1, None, length=0)
+
+    def f(x: Any) -> Any:
+        return jax.lax.scan(lambda x, i: (step(x, i)[0], None), x, jnp.arange(6))[0]
+
+    events: list[str] = []
+    assert lox.tap(jax.jit(f) if jit else f, lambda logs: events.append(str(logs)), buffer=3)(1.0) == 7.0
+    assert events == ["{'x': [1.0, 2.0, 3.0]}", "{'x': [4.0, 5.0, 6.0]}"]

@@ -15,7 +15,15 @@ from jax.interpreters.mlir import SPMDAxisContext
 from lox._compat._effects import order_effect
 from lox._compat._jaxprs import LogMark
 from lox._compat._processes import this_process
-from lox._compat._types import aval_of, explicit_axes, explicit_beside_manual, is_first, is_prng_key, vary_over
+from lox._compat._types import (
+    aval_of,
+    explicit_axes,
+    explicit_beside_manual,
+    explicit_mesh_of,
+    is_first,
+    is_prng_key,
+    vary_over,
+)
 
 
 def is_exporting(ctx: Any) -> bool:
@@ -153,7 +161,9 @@ _LONGEST = 100  # operations to look at, as the search may meet the same ones ag
 def lower_on_all_devices(ctx: Any, fun: Any, operands: Any) -> Any:
     """Lower a function such that every device runs it, on whole arrays."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty:  # without `set_mesh`, only the types may know it
+        mesh = explicit_mesh_of(ctx.avals_in)
+    if mesh is None:
         devices = ctx.module_context.axis_context.num_devices
         mesh = jax.sharding.AbstractMesh((devices,), ("lox",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec()
@@ -219,7 +229,10 @@ def _in_whole_bytes(dtype: Any) -> Any:
 
 
 def _whole(x: Any) -> Any:
-    return jax.sharding.reshard(x, jax.sharding.PartitionSpec()) if explicit_axes(aval_of(x)) else x
+    if not explicit_axes(aval_of(x)):
+        return x
+    mesh = aval_of(x).sharding.mesh  # which the context need not have
+    return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
 
 def _callback_sharding(kind: str, results: int) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.core
 from jax._src import core as _core
+from jax._src.interpreters.batching import BatchTrace
 
 from lox._compat import _extend
 
@@ -91,6 +92,13 @@ def underneath(trace: Any) -> Any:
     while (parent := getattr(trace, "stands_for", None)) is not None:
         trace = parent
     return trace
+
+
+def is_mapped_only(trace: Any) -> bool:
+    """Whether operations run immediately, if need be for all lanes of `vmap`, and nothing is differentiated."""
+    while type(trace := underneath(trace)) is BatchTrace:
+        trace = trace.parent_trace
+    return trace is eval_trace
 
 
 @contextlib.contextmanager

@@ -206,15 +206,19 @@ def gathered(x: Any, axis: int) -> Any:
     return x if sharding is None else shard_axes(x, {axis: AxisSharding(sharding.mesh, None)})
 
 
+def explicit_mesh_of(avals: Iterable[Any]) -> Any:
+    """The mesh with explicit axes that one of these types has, which may be another one than that of the context."""
+    meshes = (getattr(getattr(aval, "sharding", None), "mesh", None) for aval in avals)
+    return next((m for m in meshes if m is not None and jax.sharding.AxisType.Explicit in m.axis_types), None)
+
+
 def on_mesh_of(args: Any, tree: Any) -> Any:
     """Put the arrays of `tree` on the explicit mesh of `args`, if there is one.
 
     The type of a scalar made inside jit has no mesh, and then JAX cannot batch a loop or branch that takes it over an
     explicitly sharded axis.
     """
-    meshes = (getattr(getattr(aval_of(x), "sharding", None), "mesh", None) for x in args)
-    explicit = (m for m in meshes if m is not None and jax.sharding.AxisType.Explicit in m.axis_types)
-    mesh = next(explicit, None)
+    mesh = explicit_mesh_of(map(aval_of, args))
     if mesh is None:
         return tree
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

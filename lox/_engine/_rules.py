@@ -6,6 +6,7 @@ jaxpr of `reduce` looks just like that of a call).
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,7 +122,8 @@ def _remat_opt(frame: Frame, primitive: Any, params: dict[str, Any], args: list[
 
 def _count_iterations(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
     n = params["length"]
-    return {k: Tally(t.count * n if n else 0, t.exact, True) for k, t in inside[0].items()}
+    # Also without iterations, a body with a loop of unknown length is not one whose events can be stacked.
+    return {k: Tally(t.count if t.count == math.inf else t.count * n, t.exact, True) for k, t in inside[0].items()}
 
 
 @rule("scan", count=_count_iterations)

@@ -122,9 +122,9 @@ class LogTrace(PassingTrace):
             if evaluating and primitive.name in _EVALUATED:
                 with _compat.set_current_trace(self):
                     return primitive.impl(*tracers, **params)
-            if not evaluating and primitive.name in _REBUILT and _compat.underneath(self) is _compat.eval_trace:
-                # Inside of another transformation of lox, outside of jit: what the handler puts into the carry, and
-                # the host calls between blocks, belong into one program with the loop, which is made only once.
+            if not evaluating and primitive.name in _REBUILT and _compat.is_mapped_only(self):
+                # Outside of jit, inside of `vmap` or of another transformation of lox: what the handler puts into the
+                # carry, and the host calls between blocks, belong into one program with the loop, made only once.
                 with _compat.set_current_trace(self):
                     return in_jit(Equation(primitive, params))(*tracers)
             frame, handler = self.frame, self.frame.handler
