@@ -246,7 +246,6 @@ class Frame:
         self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
         self._sources: set[Any] = set()  # what has been checked
         self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
-        self.unchecked: Any = None  # the first piece, as long as there is no other
         self.fresh = False  # whether it is an iteration in which no other block has changed the state yet
         self.eqn_scope = scope
         self.place: Place | None = None  # of the current equation, if it is in a jaxpr

@@ -244,14 +244,9 @@ class Collect(Handler):
             frame.pieces = [stacked] if stacked else []
         return note
 
-    def check(self, frame: Frame, piece: Iterable[Bundle]) -> None:
+    def check(self, frame: Frame, piece: list[Bundle]) -> None:
         """Raise now and not at the end, when the result of a long computation would be lost."""
-        if frame.unchecked is None and not frame.models:
-            frame.unchecked = piece  # it fits whatever there is: nothing
-            return
-        pieces = [piece] if frame.unchecked is None else [frame.unchecked, piece]
-        frame.unchecked = None
-        for bundle in [bundle for piece in pieces for bundle in piece]:
+        for bundle in piece:
             _bundle.check_fit_all(frame.models, bundle)
 
     def gather(self, pieces: list[list[Bundle]]) -> list[Bundle]:
