@@ -1117,3 +1117,17 @@ def test_watch_over_sharded_seeds(kind: AxisType, context: bool, transform: str)
         jax.block_until_ready(fun(put(jnp.float32([0, 1, 0, 2, 0, 0, 0, 0]), mesh)))
         jax.effects_barrier()
     assert (errors[0].key, errors[0].steps, errors[0].lane) == ("x", {"step": 32}, (1,))
+
+
+@each_kind
+@pytest.mark.parametrize("number", [2, 10])
+def test_values_on_a_mesh_of_one_device_beside_others(kind: AxisType, number: int) -> None:
+    on_mesh, other = put(jnp.arange(2.0), mesh_of(kind, (1,))), jnp.arange(2.0) + 2
+
+    def fun() -> None:
+        for _ in range(number):
+            lox.log({"x": on_mesh})
+            lox.log({"x": other})
+
+    _, logs = lox.spool(fun)()
+    assert np.asarray(logs["x"]).tolist() == [[0, 1], [2, 3]] * number

@@ -434,3 +434,30 @@ def test_x64_between_calls(transform: Callable[..., Any]) -> None:
         with enable(True):
             transform(f)(ONE)
         same(transform(f)(ONE), first)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("options", [{}, {"interval": 2}, {"reduce": "mean"}, {"reduce": "last"}], ids=str)
+def test_events_of_64_bits_stay_so_after_their_context_has_ended(options: Any, jit: bool) -> None:
+    """They are joined outside of it, where JAX would make a step of 2**40 a zero."""
+    wide = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+
+    def log(i: Any) -> Any:
+        lox.log({"x": jnp.float64(1 / 3) + i, "n": i}, step=2**40 + i)
+        return i
+
+    def fun() -> None:
+        with wide(True):
+            for i in range(3):
+                (jax.jit(log) if jit else log)(i)
+
+    _, logs = lox.spool(fun, **options)()
+    events = {"interval": [0, 2], "mean": 1.0, "last": 2}.get(
+        options.get("reduce", next(iter(options), None)), [0, 1, 2]
+    )
+    steps = 2 if "reduce" in options else events
+    np.testing.assert_array_equal(
+        np.asarray(logs["x"]), np.float64(1 / 3) + np.asarray(events, np.float64), strict=True
+    )
+    np.testing.assert_array_equal(np.asarray(logs.step["x"]), 2**40 + np.asarray(steps, np.int64), strict=True)
+    assert logs["n"].dtype == (np.float64 if options.get("reduce") == "mean" else np.int64)

@@ -4,11 +4,12 @@ import contextlib
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core as _core
 
 from lox._compat._traces import eval_trace
@@ -33,6 +34,13 @@ def debugged() -> tuple[bool, bool]:
     return _nans.value, _infs.value
 
 
+def as_wide_as(arrays: Iterable[Any]) -> Any:
+    """Let JAX compute with 64 bits if one of these arrays has as many: they may come from a context that has ended."""
+    if jax.config.jax_enable_x64 or not any(getattr(x, "dtype", None) in _WIDE for x in arrays):  # pyright: ignore[reportAttributeAccessIssue]
+        return _NO_CONTEXT
+    return _enable_x64(True)
+
+
 def is_usual() -> bool:
     """Whether operations run immediately, outside of all transformations, and nothing is being debugged."""
     return _core.trace_ctx.trace is eval_trace and not (_nans.value or _infs.value)
@@ -43,6 +51,8 @@ _nans: Any = jax.debug_nans
 _infs: Any = jax.debug_infs
 _guards: Any = jax.transfer_guard_host_to_device, jax.transfer_guard_device_to_host, jax.transfer_guard_device_to_device
 _NO_CONTEXT = contextlib.nullcontext()
+_WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
+_enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 _ALLOWED = (None, "allow")
 _LOOPS = {inspect.unwrap(loop).__code__ for loop in (jax.lax.scan, jax.lax.while_loop, jax.lax.fori_loop)}
 

@@ -54,13 +54,12 @@ def is_on_several_devices(tree: Any) -> bool:
 
 
 def are_on_one_device(arrays: Sequence[Any]) -> bool:
-    """Tell whether all of these are concrete arrays, and on the same device."""
+    """Tell whether all of these are concrete arrays, in the same memory of one device, and none of them on a mesh."""
     if any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in arrays):
         return False
     # Results of one program share their shardings, which take longer to compare than to tell apart.
-    shardings = {id(sharding): sharding for sharding in [x.sharding for x in arrays]}
-    devices = [sharding.device_set for sharding in shardings.values()]
-    return len(devices[0]) == 1 and all(x == devices[0] for x in devices)
+    first, *others = {id(sharding): sharding for sharding in [x.sharding for x in arrays]}.values()
+    return isinstance(first, jax.sharding.SingleDeviceSharding) and all(sharding == first for sharding in others)
 
 
 def is_split(x: Any) -> bool:

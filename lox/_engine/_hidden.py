@@ -20,7 +20,7 @@ from lox import _compat, _errors
 from lox._compat import LogMark
 
 
-class _Around(threading.local):
+class _Transforming(threading.local):
     """How many transformations are on the stack of this thread."""
 
     depth = 0
@@ -32,12 +32,12 @@ class _Around(threading.local):
         self.depth -= 1
 
 
-transforming = _around = _Around()  # `with transforming:` marks that one runs a function, so that no log may bypass it
+transforming = _Transforming()  # `with transforming:` marks that one runs a function, so that no log may bypass it
 
 
 def is_transforming() -> bool:
     """Whether a transformation runs a function, even if it does not see what happens right now."""
-    return bool(_around.depth)
+    return bool(transforming.depth)
 
 
 def pass_on(primitive: Any, args: Any, params: dict[str, Any]) -> Any:
@@ -67,17 +67,17 @@ def check(mark: LogMark, frame: FrameType) -> None:
 
 def check_log(mark: LogMark, frame: FrameType) -> None:
     """`check` for a call of `lox.log`, which needs none outside of all transformations."""
-    if _around.depth or not _compat.is_evaluating():
+    if transforming.depth or not _compat.is_evaluating():
         check(mark, frame)
 
 
 def _check_dispatch(mark: LogMark, frame: FrameType) -> None:
-    if _around.depth:
+    if transforming.depth:
         check(mark, frame)
 
 
 def _check_executable(mark: LogMark) -> None:
-    if _around.depth:
+    if transforming.depth:
         raise _errors.executable(mark.keys, mark.site)
 
 

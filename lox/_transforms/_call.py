@@ -203,14 +203,16 @@ class _Bound(Call):
         super().__init__(lambda args, kwargs, *given: call((*before, *args), {**keywords, **kwargs}, *given))
         self._inner, self._added = call, (before, keywords)
         self._program: Any = None
+        self._usual: Any = None
 
     @property
     def usual(self) -> Any:
         """The program with these arguments."""
         if (program := self._inner.usual) is not self._program:
             before, keywords = self._added
-            self._program, self._usual = program, program and functools.partial(program, *before, **keywords)
-        return self._usual if self._program is not None else None
+            self._usual = program and functools.partial(program, *before, **keywords)
+            self._program = program
+        return self._usual
 
 
 def _program(fun: Any, transform: Transform, given: int) -> Any:

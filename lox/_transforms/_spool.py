@@ -352,10 +352,15 @@ def _alike(a: list[Bundle], b: list[Bundle]) -> bool:
 
 def finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
     """The logs that a frame has collected, as users see them."""
-    if handler.interval is None and _compat.is_evaluating():
-        logs = _finish_at_once(frame, prefix)
-        if logs is not None:
-            return logs
+    if not _compat.is_evaluating():
+        return _finish(handler, frame, prefix)
+    kept = [note.kept for note in frame.notes.values()]
+    with _compat.as_wide_as(jax.tree.leaves((frame.state, frame.pieces, kept))):
+        logs = _finish_at_once(frame, prefix) if handler.interval is None else None
+        return _finish(handler, frame, prefix) if logs is None else logs
+
+
+def _finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
     bundles = frame.piece() if frame.pieces else []
     if handler.interval is not None:
         keys = dict.fromkeys([*(key for bundle in bundles for key in bundle.keys), *frame.notes])
@@ -401,21 +406,25 @@ def _finish_at_once(frame: Frame, prefix: str) -> logdict | None:
 
 
 def _joined_by_source(pieces: list[Packed]) -> list[Packed]:
-    """Join the pieces of every source whose keys no other one has: a Python loop may have called it many times."""
+    """Join pieces of every source whose keys no other one has: a Python loop may have called it many times.
+
+    Only until few are left: where the number of iterations varies, every other program would be another one.
+    """
     sources: dict[Any, list[Packed]] = {}
     for piece in pieces:
         sources.setdefault(piece.source, []).append(piece)
     having = collections.Counter(key for source in sources for key in source.keys)
     if having and max(having.values()) > 1:
         return pieces  # of one key, some events of one source come between those of another
-    return [_join(alike) for alike in sources.values()]
+    alike, before = list(sources.values()), math.inf
+    while _FEW < (number := sum(map(len, alike))) < before:
+        alike, before = [_by_sixteens(pieces) for pieces in alike], number
+    return [piece for pieces in alike for piece in pieces]
 
 
-def _join(pieces: list[Packed]) -> Packed:
-    while len(pieces) > 1:
-        chunks = [pieces[n : n + _FEW] for n in range(0, len(pieces), _FEW)]
-        pieces = [_join_few(chunk) if len(chunk) > 1 else chunk[0] for chunk in chunks]
-    return pieces[0]
+def _by_sixteens(pieces: list[Packed]) -> list[Packed]:
+    chunks = [pieces[n : n + _FEW] for n in range(0, len(pieces), _FEW)]
+    return [_join_few(chunk) if len(chunk) > 1 else chunk[0] for chunk in chunks]
 
 
 def _join_few(pieces: list[Packed]) -> Packed:
