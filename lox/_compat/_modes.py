@@ -1,6 +1,7 @@
 """Modes of JAX: guards, debugging, disabled jit."""
 
 import contextlib
+import importlib
 import inspect
 import itertools
 import sys
@@ -38,7 +39,7 @@ def as_wide_as(arrays: Iterable[Any]) -> Any:
     """Let JAX compute with 64 bits if one of these arrays has as many: they may come from a context that has ended."""
     if jax.config.jax_enable_x64 or not any(getattr(x, "dtype", None) in _WIDE for x in arrays):  # pyright: ignore[reportAttributeAccessIssue]
         return _NO_CONTEXT
-    return _enable_x64(True)
+    return _home_of_x64.enable_x64(True)
 
 
 def is_usual() -> bool:
@@ -52,7 +53,7 @@ _infs: Any = jax.debug_infs
 _guards: Any = jax.transfer_guard_host_to_device, jax.transfer_guard_device_to_host, jax.transfer_guard_device_to_device
 _NO_CONTEXT = contextlib.nullcontext()
 _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
-_enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+_home_of_x64: Any = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")  # up to 0.7
 _ALLOWED = (None, "allow")
 _LOOPS = {inspect.unwrap(loop).__code__ for loop in (jax.lax.scan, jax.lax.while_loop, jax.lax.fori_loop)}
 
