@@ -1100,6 +1100,8 @@ def test_lanes_inside_shard_map(kind: AxisType, jit: bool) -> None:
 @each_kind
 def test_watch_over_sharded_seeds(kind: AxisType, context: bool, transform: str) -> None:
     """Without a context, only the types of the arrays know the mesh."""
+    if jax.__version_info__ < (0, 8) and kind is AxisType.Explicit and "vmap(watch" in transform:
+        pytest.skip("JAX 0.7 does not scatter into explicitly sharded arrays")
 
     def fun(x: Any) -> Any:
         def step(x: Any, i: Any) -> Any:
