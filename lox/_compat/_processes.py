@@ -55,7 +55,7 @@ def is_on_several_devices(tree: Any) -> bool:
 
 def are_on_one_device(arrays: Sequence[Any]) -> bool:
     """Tell whether all of these are concrete arrays, in the same memory of one device, and none of them on a mesh."""
-    if any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in arrays):
+    if not arrays or any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in arrays):
         return False
     # Results of one program share their shardings, which take longer to compare than to tell apart.
     first, *others = {id(sharding): sharding for sharding in [x.sharding for x in arrays]}.values()

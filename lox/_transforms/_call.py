@@ -108,7 +108,7 @@ def prefix_option(given: Any) -> str:
     return given
 
 
-_MANY = 64
+_MANY = 64  # options with which one jitted function is called
 
 
 class Call:
