@@ -379,6 +379,38 @@ def test_logs_that_flow_on_are_not_doubled_by_derivative_rules(flowing: Any) -> 
             assert counts(lox.spool(grad(h))(X)[1]) == counts(lox.spool(grad(flowing(h)))(X)[1]) == {"v": 1}
 
 
+@pytest.mark.parametrize("loop", ["none", "scan", "fori", "cond", "remat"])
+@pytest.mark.parametrize("logs", [False, True])
+def test_a_forward_rule_may_call_its_function(loop: str, logs: bool) -> None:
+    f = jax.custom_vjp(lambda x: jnp.cos(noted(x) if logs else x))
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (11 * ct,))
+
+    def g(x: Any) -> Any:
+        if loop == "scan":
+            x = lax.scan(lambda c, _: (f(c), None), x, None, length=3)[0]
+        elif loop == "fori":
+            x = lax.fori_loop(0, 3, lambda _, c: f(c), x)
+        else:
+            wrap = {"none": lambda f: f, "cond": lambda f: lambda x: lax.cond(x > 0, f, f, x), "remat": jax.checkpoint}
+            x = wrap[loop](lambda x: f(f(f(x))))(x)
+        lox.log({"last": x})
+        return x
+
+    values = np.float32([1.0, np.cos(1.0), np.cos(np.cos(1.0))])
+    for transformed in (
+        lox.spool(jax.grad(g)),
+        jax.jit(lox.spool(jax.grad(g))),
+        lox.spool(jax.jit(jax.grad(g))),
+        lox.spool(jax.grad(jax.jit(g))),
+    ):
+        grad, got = transformed(1.0)
+        assert float(grad) == 11.0**3
+        np.testing.assert_allclose(got.pop("last"), np.cos(values[-1]), rtol=1e-5)
+        assert list(got) == ["v"] * logs
+        if logs:
+            np.testing.assert_allclose(got["v"], values, rtol=1e-5)
+
+
 def test_rules_still_see_which_arguments_are_not_differentiated() -> None:
     @jax.custom_vjp
     def f(x: Any, y: Any) -> Any:

@@ -144,9 +144,11 @@ def forget_trees(fun: Any, rule: Any) -> None:
     """Reset a function to the state before it ran, if its derivative rule has run too.
 
     JAX runs one of the two, takes the structure of the result from it, and raises if both have run. lox runs both: one
-    for the logs, one for the derivative.
+    for the logs, one for the derivative. A rule that stores nothing is one that JAX made of a jaxpr: what its function
+    stores then is read by nobody else.
     """
-    if all(_is_filled(store) for store in rule.stores if store is not None):
+    stores = [store for store in rule.stores if store is not None]
+    if stores and all(map(_is_filled, stores)):
         forget_results(fun)
 
 
