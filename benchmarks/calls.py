@@ -62,6 +62,10 @@ def spools() -> Iterator[Row]:
     spooled = lox.spool(jitted)
     yield per_call("spool(jit f)", functools.partial(spooled, x), hand, 1.2)
     yield per_call("lox.spool(jit f) anew each time", lambda: lox.spool(jitted)(x), hand, 1.6)
+    keys = [f"key{n}" for n in range(20)]
+    measured = lox.spool(jax.jit(lambda x: (lox.log(dict.fromkeys(keys, x), step=1), x * 2)[1]))
+    measured_by_hand = jax.jit(lambda x: (x * 2, dict.fromkeys(keys, x), 1))
+    yield per_call("spool(jit f, 20 keys)", lambda: measured(x), lambda: measured_by_hand(x), 1.2)
     method = lox.spool(model.step)
     yield per_call("spool(jitted method)", lambda: method(x), lambda: model.step_by_hand(x), 1.5)
 

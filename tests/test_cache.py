@@ -670,6 +670,41 @@ def test_donated_arguments_are_donated() -> None:
         assert out.tolist() == [2.0] * 8
 
 
+@pytest.mark.parametrize("options", [{}, {"reduce": {"a": "mean"}}, {"prefix": "p/"}, {"interval": 2}], ids=str)
+@pytest.mark.parametrize("loop", ["once", "scan", "where", "while"])
+def test_a_step_that_keys_share_is_one_result_of_a_program(loop: str, options: Any) -> None:
+    def log(x: Any, i: Any) -> Any:
+        lox.log({"b": x, "a": x, "c": {"d": x + 1}}, step=i, where=i % 2 == 0 if loop == "where" else None)
+        return x + 1
+
+    def f(x: Any) -> Any:
+        if loop == "once":
+            return log(x, 3)
+        if loop == "while":
+            return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, log(s[1], s[0])), (0, x))[1]
+        return lax.fori_loop(0, 3, lambda i, x: log(x, i), x)
+
+    if loop == "while":
+        options = {**options, "capacity": 16}
+    jitted = jax.jit(f)
+    x = jnp.float32(5)
+    want, want_logs = jax.jit(lox.spool(f, **options))(x)
+    for spooled in (lox.spool(jitted, **options), lox.spool(lambda x: jitted(jitted(x) - jitted(x) + x), **options)):
+        for _ in range(2):
+            out, logs = spooled(x)
+            assert out == want
+            kept = [k for k in logs if options.get("reduce", {}).get(k) is None]
+            assert sorted(logs) == sorted(want_logs)
+            if loop in ("once", "scan") and "interval" not in options:
+                assert len({id(logs.step[k]) for k in kept}) == 1
+            # But no value is another one, as any of them may be donated.
+            assert len({id(v) for v in jax.tree.leaves([out, dict(logs)])}) == 1 + 3
+    _, logs = lox.spool(jitted, **options)(x)
+    logs, want_logs = logs.compact(), want_logs.compact()
+    assert list(logs) == list(want_logs)
+    jax.tree.map(np.testing.assert_array_equal, logs, want_logs)
+
+
 def test_nothing_is_kept_alive() -> None:
     def make() -> tuple[Any, Any]:
         big = jnp.ones(1000)

@@ -49,10 +49,11 @@ def _deep(x: Any, flags: Flags, depth: int, lead: Flags) -> Laned:
 class Structure:
     """The axes of all keys. The keys are in the order of logging, which does not make two structures differ."""
 
-    __slots__ = ("layouts",)
+    __slots__ = ("is_sorted", "layouts")
 
     def __init__(self, layouts: dict[str, Layout]):
         self.layouts = layouts
+        self.is_sorted = list(layouts) == sorted(layouts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Structure) and self.layouts == other.layouts
@@ -64,7 +65,7 @@ class Structure:
         return repr(self.layouts)
 
 
-_new, _set = dict.__new__, dict.__setitem__
+_new, _set, _update = dict.__new__, dict.__setitem__, dict.update
 
 
 class logdict(dict[str, Any]):
@@ -679,8 +680,11 @@ def _unflatten(structure: Structure, children: Any) -> logdict:
     # Not by `__init__`, which would copy: every call of a spooled function comes through here. So its results share
     # their layouts, which nothing changes in place but what has made them.
     logs, layouts, values = _new(logdict), structure.layouts, children[0]
-    for key in layouts:
-        _set(logs, key, values[key])
+    if structure.is_sorted:
+        _update(logs, values)
+    else:
+        for key in layouts:
+            _set(logs, key, values[key])
     if len(children) == 2:
         logs.__dict__ = {"steps": children[1], "_valid": {}, "dropped": {}, "_layouts": layouts}
     else:
@@ -689,6 +693,40 @@ def _unflatten(structure: Structure, children: Any) -> logdict:
 
 
 jax.tree_util.register_pytree_with_keys(logdict, logdict.tree_flatten_with_keys, _unflatten)
+
+
+class Returned:
+    """Logs as a program of ours returns them: a step that many keys share is one result of it.
+
+    A logdict has an array for every key, since which of them are the same one must not be part of its structure.
+    """
+
+    def __init__(self, values: dict[str, Any], different: list[Any], form: Any):
+        self._values, self._different, self._form = values, different, form
+
+    @classmethod
+    def of(cls, logs: logdict) -> "Returned":
+        """Take apart a logdict."""
+        ((_, values), *rest), structure = logs.tree_flatten_with_keys()
+        leaves, tree = jax.tree.flatten(tuple([child for _, child in rest]))
+        different = {id(x): x for x in leaves}
+        number = {known: n for n, known in enumerate(different)}
+        return cls(values, list(different.values()), (structure, tree, tuple([number[id(x)] for x in leaves])))
+
+    def logs(self) -> logdict:
+        """The logdict, in which keys share what they shared."""
+        structure, tree, numbers = self._form
+        different = self._different
+        return _unflatten(structure, (self._values, *tree.unflatten([different[n] for n in numbers])))
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """Arrays, and what they are."""
+        return (self._values, self._different), self._form
+
+
+jax.tree_util.register_pytree_node(
+    Returned, Returned.tree_flatten, lambda form, children: Returned(children[0], children[1], form)
+)
 
 plotter: Callable[..., Any] | None = None  # `lox.plot`, which is storeys above
 

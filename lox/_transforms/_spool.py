@@ -14,7 +14,7 @@ from lox import _compat, _errors
 from lox._data import _bundle, _reduce
 from lox._data._bundle import Bundle, Keys
 from lox._data._lanes import Laned
-from lox._data._logdict import logdict, warn_of_dropped
+from lox._data._logdict import Returned, logdict, warn_of_dropped
 from lox._engine import _handler, _trace
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Packed, Tally
@@ -402,7 +402,7 @@ def _finish_at_once(frame: Frame, prefix: str) -> logdict | None:
         return None
     structures = tuple([piece.structure for piece in pieces])
     finished = _finishing(structures, state, tuple(frame.keys.items()), prefix, _compat.debugged())
-    return finished([*leaves, *[x for piece in pieces for x in piece.arrays]])
+    return finished([*leaves, *[x for piece in pieces for x in piece.arrays]]).logs()
 
 
 def _joined_by_source(pieces: list[Packed]) -> list[Packed]:
@@ -452,11 +452,11 @@ def _joining(structures: tuple[Any, ...], debugged: Any) -> Any:
 def _finishing(structures: tuple[Any, ...], state: Any, certain: Any, prefix: str, debugged: Any) -> Any:
     del debugged
 
-    def finish(arrays: list[Any]) -> logdict:
+    def finish(arrays: list[Any]) -> Returned:
         pieces = _unpacked(arrays, structures if state is None else (state, *structures))
         before = {} if state is None else pieces.pop(0)
         bundles = [bundle for piece in pieces for bundle in piece]
-        return _finished(_bundle.gather(bundles) if bundles else [], before, dict(certain), prefix)
+        return Returned.of(_finished(_bundle.gather(bundles) if bundles else [], before, dict(certain), prefix))
 
     return jax.jit(finish)
 
@@ -530,12 +530,14 @@ def _handler_of(
 
 def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Callable[P, tuple[R, logdict]]:
     """`spool` with checked options."""
-    call = _call.calling(fun, (handler, prefix), _collect)
+    call = _call.calling(fun, (handler, prefix), _collect, _collect_alone)
 
     @_call.wraps(fun)
     def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:
         program = call.usual if _compat.is_usual() else None
         out, logs = result = call(args, kwargs) if program is None else program(*args, **kwargs)
+        if type(logs) is not logdict:
+            out, logs = result = out, logs.logs()
         return (out, _looked_at_later(logs)) if logs._valid or logs.dropped else result
 
     return spooled
@@ -546,6 +548,12 @@ def _collect(options: tuple[Collect, str], fun: Callable[..., Any], args: Any, k
     out, frame = _trace.run_function(handler, fun, args, kwargs)
     with _compat.own_transfers():
         return out, finish(handler, frame, prefix)
+
+
+def _collect_alone(options: tuple[Collect, str], fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The same as a program of its own."""
+    out, logs = _collect(options, fun, args, kwargs)
+    return out, Returned.of(logs) if len(logs) > 1 else logs
 
 
 def _looked_at_later(logs: logdict) -> logdict:
