@@ -69,6 +69,11 @@ def in_python_loop(outermost: Any) -> bool:
     return any(frame.f_code in _LOOPS for frame in inside)
 
 
+def is_run_step_by_step() -> bool:
+    """Whether the user wants to see every operation, or that of a NaN."""
+    return jax.config.jax_disable_jit or _nans.value or _infs.value  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def is_looking_for_leaks() -> bool:
     """Whether JAX checks that nothing holds a tracer when its trace has ended (`jax.checking_leaks`)."""
     return jax.config.jax_check_tracer_leaks  # pyright: ignore[reportAttributeAccessIssue]

@@ -94,6 +94,11 @@ def underneath(trace: Any) -> Any:
     return trace
 
 
+def is_evaluating_underneath() -> bool:
+    """Whether operations run immediately, and all that is around are transformations of lox."""
+    return underneath(_core.trace_ctx.trace) is eval_trace
+
+
 def is_mapped_only(trace: Any) -> bool:
     """Whether operations run immediately, if need be for all lanes of `vmap`, and nothing is differentiated."""
     while type(trace := underneath(trace)) is BatchTrace:

@@ -154,18 +154,26 @@ def is_staging() -> bool:
     return isinstance(_compat.current_trace(), _compat.StagingTrace)
 
 
-_copy = jax.jit(jnp.copy)
+@jax.jit
+def _copies(arrays: list[Any]) -> list[Any]:
+    return [strong(jnp.copy(x)) for x in arrays]
 
 
 def owned(arrays: list[Any]) -> list[Any]:
     """Copy concrete arrays, as the program may donate them later.
 
-    lox would not notice: a jitted function without logs that has run before bypasses every trace.
+    lox would not notice: a jitted function without logs that has run before bypasses every trace. If all can be on one
+    device, they are after that: events are joined there.
     """
-    if all(isinstance(x, _compat.Tracer) for x in arrays) or is_staging():
+    traced = [isinstance(x, _compat.Tracer) for x in arrays]
+    if all(traced) or is_staging():
         return arrays
     with jax.debug_nans(False) if jax.config.jax_debug_nans else contextlib.nullcontext():  # type: ignore[attr-defined]
-        return [_copy(x) if isinstance(x, jax.Array) and not isinstance(x, _compat.Tracer) else x for x in arrays]
+        on_devices = [x for x in arrays if isinstance(x, jax.Array)]
+        if not on_devices or _compat.are_on_one_device(on_devices):
+            return _copies(arrays)
+        return [_copies([x])[0] if isinstance(x, jax.Array) and not is_traced else x
+                for x, is_traced in zip(arrays, traced, strict=True)]  # fmt: skip
 
 
 def strong(x: Any) -> Any:

@@ -260,10 +260,12 @@ def concatenate(parts: list[Bundle], axis: int = 0) -> Bundle:
     for bundle in parts:
         check_fit_all(models, bundle, lead)
     xp = numpy_for([p.values for p in parts])
-    if xp is jnp:
-        parts = [parts[0], *[_compat.beside(lambda: jax.tree.leaves(parts[0]), p) for p in parts[1:]]]
+    others = jax.tree.leaves(parts[0])
 
     def join(laned: list[Laned]) -> Laned:
+        if xp is jnp:  # the keys of one log may be on different devices, but each of them is always on the same
+            first, *rest = laned
+            laned = [first, *_compat.beside(lambda: [first.tree, *others], rest)]
         laned, lanes = _wide(laned, lead, parts[0].keys[0])
         arrays = [x.tree for x in laned]
         return Laned(_arrays.concatenate(arrays, axis) if xp is jnp else np.concatenate(arrays, axis), lanes.flags)

@@ -47,9 +47,10 @@ class Event:
     seen: bool
     site: str
     scope: str = ""  # the names of the scopes around it, as a prefix
+    own: bool = False  # whether nobody else has its arrays
 
     @classmethod
-    def from_operands(cls, meta: Meta, operands: Iterable[Any], scope: str = "") -> "Event":
+    def from_operands(cls, meta: Meta, operands: Iterable[Any], scope: str = "", own: bool = False) -> "Event":
         """Make an event of the operands of `log_p`."""
         laned = [Laned(_arrays.as_array(x), f) for x, f in zip(operands, meta.flags, strict=True)]
         values, start = {}, 0
@@ -69,6 +70,7 @@ class Event:
             seen=meta.seen,
             site=meta.site,
             scope=scope,
+            own=own,
         )
 
     def to_operands(self, seen: bool = False) -> tuple[list[Any], Meta]:
@@ -106,10 +108,10 @@ class Event:
 
     def owned(self) -> "Event":
         """The same event with copies of its arrays, which the program cannot donate."""
-        if _arrays.is_staging():
+        if self.own or _arrays.is_staging():
             return self
         operands, meta = self.to_operands()
-        return Event.from_operands(meta, _arrays.owned(operands), self.scope)
+        return Event.from_operands(meta, _arrays.owned(operands), self.scope, own=True)
 
     def prefixed(self, prefix: str) -> "Event":
         """The same event with a prefix in front of its keys."""

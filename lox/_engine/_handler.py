@@ -7,6 +7,7 @@ what a block has collected: it only comes out, stacked by loops (the events that
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 
 from lox import _compat, _errors
+from lox._data import _arrays
 from lox._engine._event import Event, Meta
 from lox._engine._primitive import bind, log_p
 from lox._engine._selection import Logged, Names
@@ -40,6 +42,7 @@ class Handler:
     """
 
     in_place: ClassVar[bool] = False  # whether events never change the arguments or results of a block
+    collects: bool = False  # whether all that comes of an event, as long as there is no state, is a piece
     sees_calls: ClassVar[bool] = False  # whether host calls are handed to it too
     masks_lanes: ClassVar[bool] = True  # whether events in Equinox's loops count only while their lane continues
 
@@ -65,6 +68,15 @@ class Handler:
     def event(self, frame: "Frame", event: Event) -> None:
         """Take one event: change `frame.state`, add to `frame.pieces`, or let it wait in `frame.waiting`."""
         raise NotImplementedError
+
+    def reduces(self, meta: Meta, scope: str) -> bool:
+        """Whether events of a log change the state, and nothing is sent to the host."""
+        return False
+
+    @functools.cached_property
+    def programs(self) -> dict[Any, Any]:
+        """Those that take events outside of other programs. They are here because they refer to the handler."""
+        return {}
 
     def grows(self, frame: "Frame", logs: Iterable[tuple[Meta, str]]) -> bool:
         """Whether logs, each with its scope, have keys that the state will have, but does not have yet."""
@@ -245,6 +257,8 @@ class Frame:
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
         self._sources: set[Any] = set()  # what has been checked
+        self.times: dict[Any, int] = {}  # how often each log was taken outside of programs, if it changes the state
+        self._forms: dict[Any, Any] = {}  # of events outside of programs that became pieces, and how they did
         self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
         self.fresh = False  # whether it is an iteration in which no other block has changed the state yet
         self.eqn_scope = scope
@@ -272,6 +286,29 @@ class Frame:
         """Hand an event to the handler; `complete` must follow."""
         with _compat.own_transfers():
             self.handler.event(self, Event.from_operands(meta, operands, self.here()))
+
+    def take_now(self, meta: Meta, operands: Sequence[Any]) -> None:
+        """Hand an event outside of programs to the handler, which may keep its arrays.
+
+        A loop in Python logs the same again and again: what has come of one event comes of all that are alike.
+        """
+        scope = self.here()
+        with _compat.own_transfers():
+            if not (self.handler.collects and self.handler.wants(meta, scope)):
+                self.handler.event(self, Event.from_operands(meta, operands, scope))
+                return
+            arrays = _arrays.owned([*operands])
+            form = meta, scope, tuple([(x.shape, x.dtype) for x in arrays])
+            known = None if self.state else self._forms.get(form)
+            if known is not None:
+                places, structure, source = known
+                self.pieces.append(Packed(structure, [arrays[n] for n in places], source))
+                return
+            before, place = len(self.pieces), {id(x): n for n, x in enumerate(arrays)}
+            self.handler.event(self, Event.from_operands(meta, arrays, scope, own=True))
+            is_all = not (self.state or self.waiting) and len(self.pieces) == before + 1
+            if is_all and type(piece := self.pieces[-1]) is Packed and all(id(x) in place for x in piece.arrays):
+                self._forms[form] = [place[id(x)] for x in piece.arrays], piece.structure, piece.source
 
     def complete(self) -> None:
         """Let the handler take the events that wait."""

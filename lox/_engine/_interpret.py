@@ -368,6 +368,38 @@ def run_compiled(frame: Frame, primitive: Any, params: dict[str, Any], args: Seq
     return frame.settle(lambda state: run_jitted(frame, alone, state, args, cache))
 
 
+_OFTEN = 64  # events: compiling takes as long as some hundred of them
+
+
+def take_now(frame: Frame, params: dict[str, Any], operands: Sequence[Any]) -> None:
+    """Take an event outside of programs; if it changes the state and comes often, by a program."""
+    meta = params["meta"]
+    run = _program_of(frame, meta, operands) if frame.handler.reduces(meta, frame.here()) else None
+    if run is None:
+        frame.take_now(meta, operands)
+        frame.complete()
+        return
+    frame.eqn_scope = frame.here()
+    jaxpr, cache = run
+    frame.settle(lambda state: run_jitted(frame, lambda: jaxpr, state, operands, cache, name="log"))
+
+
+def _program_of(frame: Frame, meta: Meta, operands: Sequence[Any]) -> tuple[Any, dict[Any, Any]] | None:
+    on_devices = [x for x in operands if isinstance(x, jax.Array)]
+    if (on_devices and not _compat.are_on_one_device(on_devices)) or _compat.is_run_step_by_step():
+        return None
+    types = tuple(types_of(list(operands)))
+    # The state, because its type changes with the first event of a key, and then no more.
+    key = meta, types, signature(frame.state), jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    programs = frame.handler.programs
+    if key not in programs:
+        frame.times[key] = frame.times.get(key, 0) + 1
+        if frame.times[key] <= _OFTEN:
+            return None
+        programs[key] = _compat.make_jaxpr(lambda *xs: log_p.bind(*xs, meta=meta), types), {}
+    return programs[key]
+
+
 def run_jitted(
     frame: Frame,
     jaxpr: Callable[[], Any],

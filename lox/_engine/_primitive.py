@@ -162,6 +162,7 @@ def log(
         logs = _log_now(data, steps, prefix, explicit) if _compat.is_evaluating() else None
         if logs is not None:
             return logs
+    convert, convert_step = (_now, _step_now) if _compat.is_evaluating_underneath() else (as_array, as_step)
     names, treedefs, reductions, operands = [], [], [], []
     for key, value in data.items():
         if not isinstance(key, str):
@@ -173,7 +174,7 @@ def log(
             leaves, treedef = jax.tree.flatten(value)
             if not leaves:
                 raise _errors.LogTypeError(f"`lox.log` cannot log {key!r}: {value!r} holds no array.")
-            operands += [x if isinstance(x, jax.Array) else as_array(x, f"the value of {key!r}") for x in leaves]
+            operands += [x if isinstance(x, jax.Array) else convert(x, f"the value of {key!r}") for x in leaves]
         names.append(prefix + key if prefix else key)
         treedefs.append(treedef)
         reductions.append(None if reduce is None else _reduce.resolve(reduce, key))
@@ -182,7 +183,7 @@ def log(
             f"`reduce` names {_errors.listing(set(reduce) - set(data))}, "
             f"but `lox.log` was given {_errors.listing(data)}."
         )
-    numbers = {name: as_step(name, x) for name, x in steps.items()}
+    numbers = {name: convert_step(name, x) for name, x in steps.items()}
     logs = logdict.of_event(names, treedefs, operands, numbers)
     operands += numbers.values()
     operands += [] if weight is None else [_as_scalar(weight, "`weight`")]
@@ -304,6 +305,18 @@ def as_step(name: str, x: Any) -> Any:
     # The dtype must hold -1, which stands for a missing step.
     small = step.dtype.kind == "b" or (step.dtype.kind == "u" and step.dtype.itemsize < 4)
     return step.astype(jnp.int32) if small else step
+
+
+def _now(x: Any, what: str) -> Any:
+    """`as_array` where nothing is traced: what is not on a device yet stays on the host."""
+    array = _arrays.concrete(x)
+    return as_array(x, what) if array is None else array
+
+
+def _step_now(name: str, x: Any) -> Any:
+    """`as_step` where nothing is traced."""
+    step = _arrays.concrete(x)
+    return step if _is_step(step) else as_step(name, x)
 
 
 def _as_scalar(x: Any, what: str, dtype: Any = None) -> Any:

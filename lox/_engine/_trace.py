@@ -22,6 +22,7 @@ from lox._engine._interpret import (
     interpret,
     run_compiled,
     run_jitted,
+    take_now,
     tally,
     tally_of,
     transformed,
@@ -108,9 +109,14 @@ class LogTrace(PassingTrace):
         with _compat.set_current_trace(self.parent):
             if primitive is log_p:
                 self.frame.list_logs(primitive, params)
+                if self.frame.handler.in_place and not self.frame.handler.wants(params["meta"], self.frame.here()):
+                    return []
                 self._place_state(lambda: tracers)
-                self.frame.take(params["meta"], tracers)
-                self.frame.complete()
+                if self.parent is _compat.eval_trace:
+                    take_now(self.frame, params, tracers)
+                else:
+                    self.frame.take(params["meta"], tracers)
+                    self.frame.complete()
                 return []
             # If nothing outside differentiates, derivative rules do not matter.
             evaluating = self.parent is _compat.eval_trace

@@ -56,6 +56,11 @@ class Collect(Handler):
         """The names in the options."""
         return Names.of(self.selection, reduce=self.reduce, capacity=self.capacity)
 
+    @property
+    def collects(self) -> bool:  # type: ignore[override]
+        """Whether events are stacked. Under `disable_jit` it depends on the loops around them."""
+        return not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+
     def wants(self, meta: Meta, scope: str) -> bool:
         """Want selected logs, and all if they are kept for others."""
         return self.keep_logs or bool(self.selection.keys(meta, scope))
@@ -71,7 +76,7 @@ class Collect(Handler):
 
     def event(self, frame: Frame, event: Event) -> None:
         """Take the selected keys."""
-        if self.keep_logs:
+        if self.keep_logs and not _compat.is_evaluating():  # else nobody is outside
             bind(event, seen=True)
         event = event.in_scope()
         keys = self.selection.keys(event)
@@ -88,6 +93,10 @@ class Collect(Handler):
             if not frame.waiting.keys().isdisjoint(stacked):
                 frame.complete()  # which of the two reductions came first matters for the message
             self._stack(frame, event.bundle(stacked))
+
+    def reduces(self, meta: Meta, scope: str) -> bool:
+        """Whether selected keys are reduced."""
+        return self._reduces(meta) and len(self.counts(meta, scope)) < len(self.selection.keys(meta, scope))
 
     def grows(self, frame: Frame, logs: Iterable[tuple[Meta, str]]) -> bool:
         """Whether logs have keys that are reduced, but were not yet."""

@@ -78,7 +78,12 @@ class Stream(Handler):
             self._emit_direct(frame, event.bundle(direct))
         for key in selected:
             frame.note(key, event.valid is None)
-        bind(original, seen=True)
+        if not _compat.is_evaluating():  # else nobody is outside
+            bind(original, seen=True)
+
+    def reduces(self, meta: Meta, scope: str) -> bool:
+        """Whether the selected keys are reduced until the end."""
+        return not self.buffer and self.collect.reduces(meta, scope) and not self.collect.counts(meta, scope)
 
     def complete(self, frame: Frame) -> None:
         """Reduce the events that wait."""
