@@ -12,6 +12,18 @@ from test_cache import count_compilations
 
 import lox
 
+class Received(lox.Logger):
+    """Keeps what it gets."""
+
+    def __init__(self, received: list[Any]):
+        super().__init__()
+        self.received = received
+
+    def write(self, run: Any, logs: Any) -> None:
+        del run
+        self.received.append(logs)
+
+
 MANY = 80  # more than are taken one by one before a program takes them
 
 VALUES: dict[str, Any] = {
@@ -199,12 +211,21 @@ def test_a_second_call_compiles_nothing(options: Any) -> None:
             lox.log({"y": x * 2})
         return x
 
-    spooled = lox.spool(loop, **options)
-    first = spooled(jnp.float32(1))[1]
+    def logs_of() -> list[Any]:
+        received: list[Any] = []
+        logger = Received(received)
+        lox.tap(loop, received.append, **options)(jnp.float32(1))
+        logger.tap(loop, logger.init(jax.random.key(0)), **options)(jnp.float32(1))
+        logger.flush()
+        return [lox.spool(loop, **options)(jnp.float32(1))[1], *received]
+
+    first = logs_of()
     with count_compilations() as compiled:
-        second = lox.spool(loop, **options)(jnp.float32(1))[1]
+        second = logs_of()
     assert compiled == []
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), first, second)
+    assert len(first) == len(second) == 1 + 2 * (2 * MANY if not options else 3)
+    for a, b in zip(first, second, strict=True):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), dict(a), dict(b))
 
 
 def test_messages_are_the_same_as_outside() -> None:

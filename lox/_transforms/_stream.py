@@ -85,6 +85,11 @@ class Stream(Handler):
         """Whether the selected keys are reduced until the end."""
         return not self.buffer and self.collect.reduces(meta, scope) and not self.collect.counts(meta, scope)
 
+    @property
+    def programs(self) -> dict[Any, Any]:  # type: ignore[override]
+        """Those of the options, as there is another stream in every call."""
+        return self.collect.programs
+
     def complete(self, frame: Frame) -> None:
         """Reduce the events that wait."""
         inner = Frame(self.collect, frame.state["folds"], frame.unbounded)

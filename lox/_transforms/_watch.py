@@ -161,6 +161,9 @@ class Watch(Record):
 
     def event(self, frame: Frame, event: Event) -> None:
         """Record the event, and let it flow on unchanged; outside of programs, report it at once if it has failed."""
+        if self.last is None and _compat.is_evaluating() and _is_finite_now(event):
+            bind(event)  # of events that have not failed nothing is recorded
+            return
         recorded = self.record(frame, event.in_scope())
         if recorded and not isinstance(_compat.current_trace(), _compat.StagingTrace):
             self.report(frame)
@@ -334,6 +337,23 @@ def _without_tangent(x: Any) -> Any:
 def _not_finite(x: Laned) -> Laned:
     finite = jnp.isfinite(x.tree)
     return Laned(~finite.all(tuple(range(x.ndim, finite.ndim))), x.flags)
+
+
+def _is_finite_now(event: Event) -> bool:
+    """Whether all values of an event outside of programs are finite, as far as that is known at once."""
+    arrays = [x.tree for leaves in event.values.values() for x in leaves]
+    arrays = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if any(isinstance(x, _compat.Tracer) or _compat.is_global(x) for x in arrays):
+        return False
+    return all([bool(np.isfinite(x).all() if x.size <= _SMALL else _all_finite(x)) for x in map(_on_host, arrays)])
+
+
+_SMALL = 64  # elements that are faster to check on the host than where they are
+_all_finite = jax.jit(lambda x: jnp.isfinite(x).all())
+
+
+def _on_host(x: Any) -> Any:
+    return np.asarray(x) if x.size <= _SMALL else x
 
 
 def watch(
