@@ -179,6 +179,7 @@ def without_transformation() -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as folder, kind(folder) as logger:
             name = f"{kind.__name__}.log of two scalars: a small jit"
             yield per_call(name, logs_to(logger), hand, 4, between=logger.flush)
+    yield from transformed_python(x, many(hand))
     removed = jax.jit(lox.nolog(double))
     yield per_call("jit(nolog f): jit without a log", lambda: removed(x), hand, 1.05)
 
@@ -188,6 +189,26 @@ def without_transformation() -> Iterator[Row]:
     yield per_call("jit f, config.sink='off': jit without a log", lambda: off(x), hand, 1.5)
     lox.config.sink = sink
     yield compiled_out()
+
+
+def transformed_python(x: Any, hand: Callable[[], Any]) -> Iterator[Row]:
+    """A log in a Python loop that is transformed as a whole, beside as many calls of a small jit."""
+
+    def loop(x):
+        for i in range(CALLS):
+            lox.log({"loss": x}, step=i)
+        return x
+
+    for name, transformed in {
+        "nolog": lox.nolog(loop),
+        "spool": lox.spool(loop),
+        "spool(reduce='mean')": lox.spool(loop, reduce="mean"),
+        "tap": lox.tap(loop, lambda logs: None),
+        "watch": lox.watch(loop),
+    }.items():
+        ours = functools.partial(transformed, x)
+        name = f"lox.log in {name}(Python loop): a small jit"
+        yield compare(name, lambda ours=ours: jax.block_until_ready(ours()), hand, unit="us", count=CALLS, seconds=2.0)
 
 
 def logs_to(logger: lox.Logger) -> Callable[[], None]:
