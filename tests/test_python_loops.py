@@ -12,6 +12,7 @@ from test_cache import count_compilations
 
 import lox
 
+
 class Received(lox.Logger):
     """Keeps what it gets."""
 
