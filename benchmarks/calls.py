@@ -30,7 +30,9 @@ def many(call: Callable[[], Any], number: int = CALLS) -> Callable[[], None]:
     return calls
 
 
-def per_call(name: str, ours: Callable[[], Any], by_hand: Callable[[], Any], goal: float, **options: Any) -> Row:
+def per_call(
+    name: str, ours: Callable[[], Any], by_hand: Callable[[], Any], goal: float | None = None, **options: Any
+) -> Row:
     return compare(name, many(ours), many(by_hand), unit="us", count=CALLS, goal=goal, **{"seconds": 2.0, **options})
 
 
@@ -63,9 +65,11 @@ def spools() -> Iterator[Row]:
     yield per_call("spool(jit f)", functools.partial(spooled, x), hand, 1.2)
     yield per_call("lox.spool(jit f) anew each time", lambda: lox.spool(jitted)(x), hand, 1.6)
     keys = [f"key{n}" for n in range(20)]
-    measured = lox.spool(jax.jit(lambda x: (lox.log(dict.fromkeys(keys, x), step=1), x * 2)[1]))
+    measure = lambda x: (lox.log(dict.fromkeys(keys, x), step=1), x * 2)[1]  # noqa: E731
+    measured, measured_inside = lox.spool(jax.jit(measure)), jax.jit(lox.spool(measure))
     measured_by_hand = jax.jit(lambda x: (x * 2, dict.fromkeys(keys, x), 1))
     yield per_call("spool(jit f, 20 keys)", lambda: measured(x), lambda: measured_by_hand(x), 1.2)
+    yield per_call("jit(spool f, 20 keys)", lambda: measured_inside(x), lambda: measured_by_hand(x))
     method = lox.spool(model.step)
     yield per_call("spool(jitted method)", lambda: method(x), lambda: model.step_by_hand(x), 1.5)
 

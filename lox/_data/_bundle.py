@@ -263,7 +263,7 @@ def concatenate(parts: list[Bundle], axis: int = 0) -> Bundle:
     others = jax.tree.leaves(parts[0])
 
     def join(laned: list[Laned]) -> Laned:
-        if xp is jnp:  # the keys of one log may be on different devices, but each of them is always on the same
+        if xp is jnp:  # each key where its first event is: those of one log may be on different devices
             first, *rest = laned
             laned = [first, *_compat.beside(lambda: [first.tree, *others], rest)]
         laned, lanes = _wide(laned, lead, parts[0].keys[0])

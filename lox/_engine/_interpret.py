@@ -369,6 +369,7 @@ def run_compiled(frame: Frame, primitive: Any, params: dict[str, Any], args: Seq
 
 
 _OFTEN = 64  # events: compiling takes as long as some hundred of them
+_MANY = 64  # programs for events of one handler, which many functions may share
 
 
 def take_now(frame: Frame, params: dict[str, Any], operands: Sequence[Any]) -> None:
@@ -396,6 +397,8 @@ def _program_of(frame: Frame, meta: Meta, operands: Sequence[Any]) -> tuple[Any,
         frame.times[key] = frame.times.get(key, 0) + 1
         if frame.times[key] <= _OFTEN:
             return None
+        if len(programs) >= _MANY:
+            programs.pop(next(iter(programs)))
         programs[key] = _compat.make_jaxpr(lambda *xs: log_p.bind(*xs, meta=meta), types), {}
     return programs[key]
 
