@@ -204,6 +204,22 @@ def test_logs_that_are_removed_cost_no_computation_and_no_transfer() -> None:
     assert compiled == []
 
 
+@pytest.mark.parametrize("options", [{}, {"reduce": "mean"}, {"reduce": {"a": "last"}}, {"interval": 2}], ids=str)
+def test_transfers_of_ours_are_none_of_the_users(options: Any) -> None:
+    def loop(x: Any) -> Any:
+        for i in range(MANY):
+            lox.log({"a": i, "b": np.ones(3), "x": x}, step=i)
+        return x
+
+    x, received = jnp.float32(1), []
+    with jax.transfer_guard("disallow"):
+        _, logs = lox.spool(loop, **options)(x)
+        lox.tap(loop, received.append, **options)(x)
+        lox.watch(lox.nolog(loop))(x)
+    assert logs["b"].shape[-1] == 3
+    assert received
+
+
 @pytest.mark.parametrize("options", [{}, {"reduce": "mean"}], ids=str)
 def test_a_second_call_compiles_nothing(options: Any) -> None:
     def loop(x: Any) -> Any:

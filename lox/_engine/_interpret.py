@@ -382,7 +382,8 @@ def take_now(frame: Frame, params: dict[str, Any], operands: Sequence[Any]) -> N
         return
     frame.eqn_scope = frame.here()
     jaxpr, cache = run
-    frame.settle(lambda state: run_jitted(frame, lambda: jaxpr, state, operands, cache, name="log"))
+    with _compat.own_transfers():
+        frame.settle(lambda state: run_jitted(frame, lambda: jaxpr, state, operands, cache, name="log"))
 
 
 def _program_of(frame: Frame, meta: Meta, operands: Sequence[Any]) -> tuple[Any, dict[Any, Any]] | None:
