@@ -1,7 +1,13 @@
-"""Logs in plain Python, inside of transformed functions: every event as if it had been logged by one program."""
+"""Logs in plain Python, inside of transformed functions: every event as if it had been logged by one program.
 
+`LOX_FUZZ_N` and `LOX_FUZZ_SEED` choose other random programs, as for `test_fuzz.py`.
+"""
+
+import contextlib
 import functools
-from typing import Any
+import os
+import random
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +17,10 @@ from jax import lax
 from test_cache import count_compilations
 
 import lox
+from lox._engine import _interpret
+
+N = int(os.environ.get("LOX_FUZZ_N", 8))
+SEED = int(os.environ.get("LOX_FUZZ_SEED", 0))
 
 
 class Received(lox.Logger):
@@ -312,3 +322,95 @@ def test_64_bits() -> None:
         assert logs["f"].tolist() == [1 / 3] * 3
         assert logs["n"].dtype == np.float32
         assert logs.step["i"].tolist() == [2**41, 2**41 + 1, 2**41 + 2]
+
+
+# --- random programs ---
+
+
+class Random:
+    """A random Python loop over log lines, jitted functions and loops, which share a few keys, and options of spool."""
+
+    def __init__(self, seed: int):
+        choice = random.Random(seed)
+        keys = [f"k{n}" for n in range(choice.randint(1, 4))]
+        self.kinds = {key: choice.choice(["scalar", "vector", "int", "tree"]) for key in keys}
+        self.reductions = {key: choice.choice([None, None, "mean", "sum", "last", "max"]) for key in keys}
+        self.parts = [
+            Part(
+                choice.choice(["log", "log", "log", "jit", "scan", "cond", "while"]),
+                choice.sample(keys, choice.randint(1, len(keys))),
+                choice.choice(["array", "number", "NumPy"]),
+                choice.choice([{}, {"step"}, {"step", "where"}, {"where"}, {"step", "weight"}]),
+                choice.choice(["", "", "inner"]),
+            )
+            for _ in range(choice.randint(1, 5))
+        ]
+        self.iterations = choice.choice([1, 3, 4, 17])
+        ways = [{}, {}, {"interval": 2}, {"prefix": "p/"}, {"argnames": [keys[0], "inner/*"]}, {"keep_logs": True}]
+        self.options = choice.choice(ways)
+        if any(part.what == "while" for part in self.parts):
+            self.options = {**self.options, "capacity": 200}
+
+    def value(self, key: str, x: Any, i: Any, given_as: str) -> Any:
+        if self.kinds[key] == "scalar":
+            return {"array": x, "number": i / 2, "NumPy": np.float32(i) if isinstance(i, int) else x}[given_as]
+        if self.kinds[key] == "vector":
+            is_numpy = given_as == "NumPy" and isinstance(i, int)
+            return np.float32([i, i + 1]) if is_numpy else jnp.stack([x, x + 1])
+        return i if self.kinds[key] == "int" else {"a": x, "b": i}
+
+    def log(self, part: "Part", x: Any, i: Any) -> Any:
+        given = {"step": i, "where": i % 2 == 0, "weight": i + 1}
+        reduce = {key: self.reductions[key] for key in part.keys if self.reductions[key]}
+        with lox.scope(part.scope) if part.scope else contextlib.nullcontext():
+            values = {key: self.value(key, x, i, part.given_as) for key in part.keys}
+            lox.log(values, reduce=reduce or None, **{name: given[name] for name in part.given})
+        return x * 0.5 + 1
+
+    def run(self, part: "Part", x: Any, i: int) -> Any:
+        log = functools.partial(self.log, part)
+        if part.what == "log":
+            return log(x, i)
+        if part.what == "jit":
+            return jax.jit(log)(x, jnp.int32(i))
+        if part.what == "scan":
+            return lax.scan(lambda x, j: (log(x, j), None), x, jnp.arange(3))[0]
+        if part.what == "cond":
+            return lax.cond(i % 3 == 0, lambda: log(x, jnp.int32(i)), lambda: x)
+        return lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, log(s[1], s[0])), (0, x))[1]
+
+    def __call__(self, x: Any) -> Any:
+        for i in range(self.iterations):
+            for part in self.parts:
+                x = self.run(part, x, i)
+        return x
+
+
+class Part(NamedTuple):
+    """What an iteration does."""
+
+    what: str
+    keys: list[str]
+    given_as: str
+    given: set[str]
+    scope: str
+
+
+@pytest.mark.filterwarnings("ignore:`argnames` names:lox.LoxWarning")
+@pytest.mark.parametrize("seed", range(SEED, SEED + N))
+def test_random_programs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python, twice, and as one program."""
+    monkeypatch.setattr(_interpret, "_OFTEN", 2)
+    program = Random(seed)
+    spooled, x = lox.spool(program, **program.options), jnp.float32(3)
+    out, logs_of_one = jax.jit(spooled)(x)
+    logs_of_one = logs_of_one.compact()
+    for _ in range(2):
+        got, logs = spooled(x)
+        np.testing.assert_allclose(got, out, rtol=1e-5)
+        assert list(logs) == list(logs_of_one)
+        assert jax.tree.structure(logs) == jax.tree.structure(logs_of_one)
+        assert jax.tree.map(lambda x: (x.dtype, x.shape), logs) == jax.tree.map(
+            lambda x: (x.dtype, x.shape), logs_of_one
+        )
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), logs, logs_of_one)
