@@ -21,6 +21,7 @@ VERSION = jax.__version_info__[:2]
 
 # The private names of JAX that lox uses, with what each is for. All of them are in lox/_compat/.
 NAMES = {
+    "jax._src.config.config_ext": "tells C++ dispatch which transformation is around, which it would else pass by",
     "jax._src.core.no_axis_name": "tells a vmap that has no axis name from one that has",
     "jax._src.core.trace_ctx": "every call asks it whether anything is being traced, and it is fast",
     "jax._src.dispatch.runtime_tokens": "gives every program a token of its own, and forgets failed ones",
@@ -39,7 +40,7 @@ NAMES = {
     "jax._src.lax.control_flow.loops._scan_partial_eval_custom": "the same under remat",
     "jax._src.lib.xla_client.OpSharding": "places host calls on a device where Shardy is off",
     "jax._src.mesh.use_abstract_mesh": "makes values that know the mesh; public since 0.8",
-    "jax._src.pjit._get_fastpath_data": "keeps programs that log out of the C++ cache, which would lose their events",
+    "jax._src.pjit._get_fastpath_data": "keeps programs that log out of the C++ cache, or puts those in that hand over their events",
     "jax._src.shard_map.eager_rules": "lets logs of a shard_map outside of jit be seen",
     "jax._src.sharding_impls.SdyArray": "places host calls on a device",
     "jax._src.sharding_impls.SdyArrayList": "the same",
@@ -81,6 +82,7 @@ ATTRIBUTES = {
     "_executable": "an executable that logs is an error inside a transformation",
     "_jit_info": "the static and donated arguments of a jitted function, which keeps them when it is transformed",
     "_impl": "what kind of PRNG keys a type is of, if there is no array of it yet",
+    "_unsafe_call": "lets C++ dispatch call a program whose only effects are logs that go nowhere",
     "_weakref": "JAX's caches must take a trace of lox for the one it stands for",
 }
 

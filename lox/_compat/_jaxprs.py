@@ -134,6 +134,7 @@ class LogMark(NamedTuple):
 
     keys: tuple[str, ...]
     site: str
+    is_silent: bool = False  # nothing was compiled that would send it anywhere
 
 
 def _find_abstract_evaluation() -> Any:

@@ -18,8 +18,13 @@
 `tests/test_canary.py` has the same table, and tells which of them is broken by a new version of JAX.
 """
 
+import copy
 import functools
+import operator
 import sys
+import threading
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax.core
@@ -38,7 +43,7 @@ from lox._compat._effects import log_effect, order_effect
 from lox._compat._jaxprs import LogMark, first_log, is_jax_own, out_avals
 from lox._compat._modes import own_transfers, stack
 from lox._compat._parameters import wrap_rule
-from lox._compat._traces import Var, set_current_trace, underneath
+from lox._compat._traces import OUTSIDE, Tracer, Var, dispatch_context, set_current_trace, underneath
 from lox._compat._types import zeros_of
 
 
@@ -92,25 +97,125 @@ def _with_fresh_tokens(get_token_input: Any) -> Any:
 type(_runtime_tokens).get_token_input = _with_fresh_tokens(type(_runtime_tokens).get_token_input)
 
 
-def _mark_of(executable: Any) -> LogMark | None:
+def _marks_of(executable: Any) -> list[LogMark]:
     kept = getattr(getattr(executable, "unsafe_call", None), "keepalive", None)
-    return next((x for x in kept or () if isinstance(x, LogMark)), None)
+    return [x for x in kept or () if isinstance(x, LogMark)]
+
+
+class Program:
+    """A program that has just run, with which C++ may answer further calls of the function that it was run for.
+
+    The results of that function come first. If it logs, the arrays that follow are handed to `receive`, in every call.
+    """
+
+    receive: Any = None
+
+    def __init__(self, executable: Any, rest: Any, outs: Sequence[Any]):
+        self.executable, self.rest = executable, rest
+        self.outs = [weakref.ref(x) for x in outs]
+
+    def has_returned(self, outs: Sequence[Any]) -> bool:
+        """Whether these are its results: while it ran, a callback may have run others."""
+        known = [out() for out in self.outs]
+        return bool(outs) and len(outs) == len(known) and all(map(operator.is_, outs, known))
+
+    def data(self, original: Any, out_tree: Any, args: Sequence[Any], outs: Sequence[Any]) -> Any:
+        """What C++ needs to call it for a function with these arguments and results. None if it is not its program."""
+        arrays = [out() for out in self.outs[len(outs) :]]
+        if not self.has_returned([*outs, *arrays]) or any(isinstance(x, Tracer) for x in args):
+            return None
+        if self.receive is None:
+            return None if arrays else original(self.executable, out_tree, args, outs, *self.rest)
+        receiver = _Receiver(self.receive)
+        leaves, tree = jax.tree.flatten(_WithEvents(jax.tree.unflatten(out_tree, outs), arrays, receiver))
+        data = original(self.executable, tree, args, leaves, *self.rest)
+        receiver.is_ready = True
+        return data
+
+
+class _Receiver:
+    def __init__(self, receive: Any):
+        self.receive, self.is_ready = receive, False
+
+
+@jax.tree_util.register_pytree_node_class
+class _WithEvents:
+    """The results of a function, and the arrays of its events.
+
+    C++ makes this of what a program has returned, and so hands over the events; what is left are the results.
+    """
+
+    def __init__(self, results: Any, arrays: list[Any], receiver: _Receiver):
+        self.parts, self.receiver = (results, arrays), receiver
+
+    def tree_flatten(self) -> Any:
+        return self.parts, self.receiver
+
+    @classmethod
+    def tree_unflatten(cls, receiver: _Receiver, parts: Any) -> Any:
+        results, arrays = parts
+        if not receiver.is_ready:
+            return cls(results, arrays, receiver)
+        receiver.receive(arrays)
+        return results
+
+
+class _Last(threading.local):
+    is_wanted = False
+    program: Any = None
+
+
+_last = _Last()
+
+
+def note_program() -> None:
+    """Begin to note what JAX runs on this thread, for `noted_program`."""
+    _last.is_wanted, _last.program = True, None
+
+
+def noted_program(outs: Sequence[Any]) -> Program | None:
+    """The program that has returned these arrays, if this was its first call in this context, and C++ may call it."""
+    program, _last.is_wanted, _last.program = _last.program, False, None
+    return program if program is not None and program.has_returned(outs) else None
+
+
+def _without_effects(executable: Any) -> Any:
+    call = copy.copy(executable.unsafe_call)
+    call.has_unordered_effects = False
+    executable = copy.copy(executable)
+    executable._unsafe_call = call
+    return executable
 
 
 def watch_dispatch(check: Any) -> None:
     """Keep programs that log out of the cache of JAX's C++ dispatch, and `check(mark, frame)` each of their calls.
 
     JAX leaves out programs with effects, but asks their jaxpr, which does not know of those that a primitive hides.
+    Those whose logs go nowhere need not be left out, since no trace of lox is passed by: see `dispatch_context`. And a
+    function that was handed to such a trace may be dispatched by C++ if the trace offers a `Program` for it.
     """
     original = pjit._get_fastpath_data
 
     @functools.wraps(original)
-    def _get_fastpath_data(executable: Any, *args: Any, **kwargs: Any) -> Any:
-        mark = _mark_of(executable)
-        if mark is None:
-            return original(executable, *args, **kwargs)
-        check(mark, sys._getframe())
-        return None
+    def _get_fastpath_data(executable: Any, out_tree: Any, args: Any, outs: Any, effects: Any, *rest: Any) -> Any:
+        if executable is None:
+            trace = _core.trace_ctx.trace
+            program = getattr(trace, "offer", None)
+            if program is None:
+                return original(executable, out_tree, args, outs, effects, *rest)
+            trace.offer = None
+            return program.data(original, out_tree, args, outs)
+        marks = _marks_of(executable)
+        if marks:
+            is_silent = all(mark.is_silent for mark in marks) and {*effects} <= {log_effect}
+            if is_silent and dispatch_context() is OUTSIDE:
+                return original(_without_effects(executable), out_tree, args, outs, effects, *rest)
+            check(marks[0], sys._getframe())
+            return None
+        data = original(executable, out_tree, args, outs, effects, *rest)
+        if data is not None and _last.is_wanted:
+            _last.program = Program(executable, (effects, *rest), outs)
+        return data
 
     pjit._get_fastpath_data = _get_fastpath_data
 
@@ -121,9 +226,8 @@ def watch_executables(check: Any) -> None:
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mark = _mark_of(self._executable)
-        if mark is not None:
-            check(mark)
+        if marks := _marks_of(self._executable):
+            check(marks[0])
         return original(self, *args, **kwargs)
 
     jax.stages.Compiled.__call__ = __call__

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import jax.core
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src.interpreters.batching import BatchTrace
 
@@ -81,10 +82,46 @@ def stand_for(trace: Any, parent: Any) -> None:
 
     JAX's caches use a weak reference to the current trace as part of their keys, so every call of a transformed
     function would add to the cache of each jitted function it calls; and libraries compare traces to tell whether an
-    object was made at the current level. No log can bypass the trace: JAX's C++ cache does not answer for functions
-    with effects.
+    object was made at the current level. No log can bypass the trace, since `running` it changes the key by which JAX's
+    C++ dispatch finds programs.
     """
     trace._weakref, trace.stands_for = parent._weakref, parent
+
+
+def _make_jit_key(name: str) -> Any:
+    """A value for each thread that is part of the key by which JAX's C++ dispatch finds programs, and of no other."""
+    kind: Any = _config.config_ext.Config
+    try:
+        return kind(name, None, include_in_jit_key=True, include_in_trace_context=False)
+    except TypeError:  # 0.7, where the keys of all other caches are listed elsewhere
+        return kind(None, include_in_jit_key=True)
+
+
+_dispatch_context = _make_jit_key("lox_dispatch_context")
+OUTSIDE = None  # the dispatch context if no trace of lox is around
+INSIDE = "inside of lox"  # the one in which no program that logs is dispatched by C++
+
+
+def dispatch_context() -> Any:
+    """What C++ dispatch is told of the traces of lox around it: it finds only programs that were made in the same."""
+    return _dispatch_context.value
+
+
+class running:
+    """`with running(trace):` makes a trace of lox the current one, in a dispatch context."""
+
+    __slots__ = ("before", "context", "trace")
+
+    def __init__(self, trace: Any, context: Any = INSIDE):
+        self.trace, self.context = set_current_trace(trace), context
+
+    def __enter__(self) -> None:
+        self.before = _dispatch_context.swap_local(self.context)
+        self.trace.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.trace.__exit__(*exception)
+        _dispatch_context.set_local(self.before)
 
 
 def underneath(trace: Any) -> Any:

@@ -51,6 +51,16 @@ class Handler:
         """Whether it has to know how many events come: whether it has the methods `before` and `after`."""
         return False
 
+    @property
+    def only_collects(self) -> bool:
+        """Whether all that comes of a program that logs is a piece, so that its frame need not be there before."""
+        return False
+
+    @functools.cached_property
+    def dispatch_context(self) -> Any:
+        """In which C++ dispatches programs: one of its own, if it knows what comes of those that log."""
+        return _context_of(self) if self.only_collects else _compat.INSIDE
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
 
@@ -151,6 +161,11 @@ class Handler:
         return self
 
 
+@functools.lru_cache(256)
+def _context_of(handler: Handler) -> Any:
+    return object()  # which is compared in every call of every jitted function
+
+
 class Blocks(Protocol):
     """A loop split into blocks of iterations; the handler acts after each block."""
 
@@ -186,6 +201,28 @@ class Place(NamedTuple):
     jaxpr: Any
     eqn: Any
     args: Sequence[Any]
+
+
+class ProgramSource:
+    """What pieces have in common that come from one program, called in one scope."""
+
+    def __init__(self, structure: Any, keys: dict[str, bool], scope: str):
+        self.structure, self.keys = structure, keys  # each with whether it is certain to have an event
+        self._scope = scope
+        self._in_scope = {scope: self}
+
+    def in_scope(self, scope: str) -> "ProgramSource":
+        """The same if the program is called in another scope."""
+        known = self._in_scope.get(scope)
+        if known is None:
+            rename = lambda key: scope + key.removeprefix(self._scope)  # noqa: E731
+            bundles = jax.tree.unflatten(self.structure, range(self.structure.num_leaves))
+            renamed = [dataclasses.replace(b, keys=tuple(map(rename, b.keys))) for b in bundles]
+            keys = {rename(key): certain for key, certain in self.keys.items()}
+            known = ProgramSource(jax.tree.structure(renamed), keys, scope)
+            known._in_scope = self._in_scope
+            self._in_scope[scope] = known
+        return known
 
 
 class Source(NamedTuple):
@@ -257,6 +294,7 @@ class Frame:
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
         self._sources: set[Any] = set()  # what has been checked
+        self.ran: tuple[ProgramSource | None, list[Any]] | None = None  # of the jit that ran last, and its events
         self.times: dict[Any, int] = {}  # how often each log was taken outside of programs, if it changes the state
         self._forms: dict[Any, Any] = {}  # of events outside of programs that became pieces, and how they did
         self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
@@ -339,6 +377,9 @@ class Frame:
         if inside.may_fail and _compat.is_evaluating():
             jax.block_until_ready((state, piece))
         self.state, self.fresh = state, False
+        if source is not None and source in self._sources:
+            self.pieces.append(piece)
+            return
         if type(piece) is Packed or jax.tree.leaves(piece):
             self.collect(piece, source)
         for key, certain in keys.items():
@@ -386,9 +427,32 @@ def signature(state: Any) -> Any:
 class _Inside(threading.local):
     may_fail = False
     rebuilding = False
+    frame: Any = None  # of the function that is transformed
 
 
 inside = _Inside()
+
+
+class running:
+    """`with running(frame):` marks that a function runs whose events go to this frame."""
+
+    __slots__ = ("_before", "_frame")
+
+    def __init__(self, frame: Frame):
+        self._frame = frame
+
+    def __enter__(self) -> None:
+        self._before, inside.frame = inside.frame, self._frame
+
+    def __exit__(self, *exception: object) -> None:
+        inside.frame = self._before
+
+
+def receive(source: ProgramSource, arrays: list[Any]) -> None:
+    """Take the events of a program that C++ has called."""
+    frame = inside.frame
+    source = source.in_scope(frame.here())
+    frame.absorb(frame.state, Packed(source.structure, arrays, source), source.keys, source)
 
 
 @contextlib.contextmanager
@@ -445,6 +509,11 @@ class Drop(Handler):
 
     in_place = True
     masks_lanes = False
+
+    @property
+    def only_collects(self) -> bool:
+        """Nothing at all."""
+        return self.names is None
 
     def wants(self, meta: Meta, scope: str) -> bool:
         """Want no log."""

@@ -16,7 +16,19 @@ import jax
 from lox import _compat, _errors
 from lox._engine import _emit
 from lox._engine._event import Event, Meta
-from lox._engine._handler import Frame, Grown, Handler, Packed, Place, Retrace, Tally, scope_of, signature, types_of
+from lox._engine._handler import (
+    Frame,
+    Grown,
+    Handler,
+    Packed,
+    Place,
+    ProgramSource,
+    Retrace,
+    Tally,
+    scope_of,
+    signature,
+    types_of,
+)
 from lox._engine._primitive import log_p
 
 
@@ -305,6 +317,7 @@ class Transformed:
         self.grown = signature(self.struct) != signature(types_of(state))
         self._state_tree, self._piece_tree = jax.tree.structure(self.struct), jax.tree.structure(self.piece)
         self._end = self.outs + self._state_tree.num_leaves  # of results and state
+        self.source = ProgramSource(self._piece_tree, self.keys, block[1] if len(block) > 1 else "")
         self.extra = self._state_tree.num_leaves + self._piece_tree.num_leaves
 
     def unpack(self, flat: Sequence[Any], piece_tree: Any = None) -> tuple[list[Any], Any, Any]:
@@ -316,7 +329,7 @@ class Transformed:
     def unpack_later(self, flat: list[Any]) -> tuple[list[Any], Any, Any]:
         """`unpack` of what a program returns, which may be called often: the piece stays packed."""
         state = jax.tree.unflatten(self._state_tree, flat[self.outs : self._end]) if self.struct else self.struct
-        piece = Packed(self._piece_tree, flat[self._end :], self) if len(flat) > self._end else ()
+        piece = Packed(self._piece_tree, flat[self._end :], self.source) if len(flat) > self._end else ()
         return flat[: self.outs], state, piece
 
 
@@ -432,7 +445,9 @@ def run_jitted(
         raise Grown(frame, rebuilt.struct)
     leaves = jax.tree.leaves(state) if state else ()
     outs, state, piece = rebuilt.unpack_later(compiled(*leaves, *args))
-    frame.absorb(state, piece, rebuilt.keys, rebuilt)
+    frame.absorb(state, piece, rebuilt.keys, rebuilt.source)
+    if not state:
+        frame.ran = (rebuilt.source, piece.arrays) if type(piece) is Packed else (None, [])
     return outs
 
 

@@ -53,8 +53,9 @@ def _to_sink(meta: Meta, operands: Any, scope: str, left_out: Container[str] = (
 
 
 def _lower(ctx: Any, *operands: Any, meta: Meta) -> Any:
-    _compat.mark_program(ctx, _compat.LogMark(meta.keys, meta.site))
-    if meta.seen or meta.explicit or _sink.is_compiled_out():
+    is_silent = meta.seen or meta.explicit or _sink.is_compiled_out()
+    _compat.mark_program(ctx, _compat.LogMark(meta.keys, meta.site, is_silent))
+    if is_silent:
         return []
     if _compat.is_exporting(ctx):
         raise _errors.exported(meta.keys, meta.site)

@@ -65,7 +65,7 @@ class _Passing(PassingTrace):
 
     def _wrapped(self, fun: Any) -> Any:
         def passing(fun: Any, *args: Any) -> Any:
-            with _compat.take_current_trace() as parent, _compat.set_current_trace(type(self)(parent, *self.shared)):
+            with _compat.take_current_trace() as parent, _compat.running(type(self)(parent, *self.shared)):
                 return fun(*args)
 
         return _compat.wrap_rule(fun, passing)
@@ -236,7 +236,7 @@ def _once(fwd: Any, bwd: Any, count_residuals: Callable[[], int]) -> tuple[Any, 
     noted: set[Identity] = set()
 
     def forward(rule: Any, *args: Any) -> Any:
-        with _compat.take_current_trace() as parent, _compat.set_current_trace(_Forward(parent, noted)):
+        with _compat.take_current_trace() as parent, _compat.running(_Forward(parent, noted)):
             return rule(*args)
 
     def backward(rule: Any, *args: Any) -> Any:
@@ -246,7 +246,7 @@ def _once(fwd: Any, bwd: Any, count_residuals: Callable[[], int]) -> tuple[Any, 
             trace = _Backward(parent, noted, {})
             cotangents = args[count_residuals() :]
             trace.mark(cotangents, [True] * len(cotangents))
-            with _compat.set_current_trace(trace):
+            with _compat.running(trace):
                 return rule(*args)
 
     return _compat.wrap_rule(fwd, forward), _compat.wrap_rule(bwd, backward)

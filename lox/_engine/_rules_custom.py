@@ -23,7 +23,7 @@ def _custom_call(frame: Frame, primitive: Any, params: dict[str, Any], args: lis
     if not _compat.has_logs(call_jaxpr):
         with _compat.take_current_trace() as parent:
             around = functools.partial(silenced, frame.handler)
-            with _compat.set_current_trace(RuleTrace(parent, around)):
+            with _compat.running(RuleTrace(parent, around)):
                 return _compat.eval_equation(jaxpr, eqn, args)
 
     # Constants that the function closes over stay closed over: its rule does not cover them, and JAX raises if they

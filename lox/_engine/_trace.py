@@ -5,6 +5,7 @@ flow keeps working. What contains logs is rebuilt by `_interpret`.
 """
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 
 from lox import _compat, _errors
 from lox._engine import _hidden
-from lox._engine._handler import Drop, Frame, Handler, Tally, inside, types_of
+from lox._engine._handler import Drop, Frame, Handler, Tally, inside, receive, running, types_of
 from lox._engine._interpret import (
     BLOCK,
     Equation,
@@ -103,6 +104,7 @@ class LogTrace(PassingTrace):
     def __init__(self, parent: Any, frame: Frame):
         super().__init__(parent)
         self.frame = frame
+        self.offer: _compat.Program | None = None  # for the jit that was bound last
         _compat.stand_for(self, parent)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
@@ -122,9 +124,11 @@ class LogTrace(PassingTrace):
             evaluating = self.parent is _compat.eval_trace
             concerns = _compat.eqn_has_logs if evaluating else _compat.eqn_concerns
             if not concerns(primitive, params):
-                if self.frame.logged is not None:
-                    self.frame.has_rules |= _compat.eqn_has_rules(primitive, params)
-                return _hidden.pass_on(primitive, tracers, params)
+                has_rules = self.frame.logged is not None and _compat.eqn_has_rules(primitive, params)
+                self.frame.has_rules |= has_rules
+                if primitive is not _compat.jit_p or has_rules:
+                    return _hidden.pass_on(primitive, tracers, params)
+                return self._offering(lambda: _hidden.pass_on(primitive, tracers, params), logs=False)
             if evaluating and primitive.name in _EVALUATED:
                 with _compat.set_current_trace(self):
                     return primitive.impl(*tracers, **params)
@@ -138,7 +142,27 @@ class LogTrace(PassingTrace):
             find = lambda: tally_of(primitive, params, frame.here(), handler.counts)  # noqa: E731
             with _announced(frame, find) if handler.foresees else _UNANNOUNCED:
                 self._place_state(lambda: _compat.operands_of(params, tracers))
-                return (run_compiled if evaluating else apply_rule)(frame, primitive, params, tracers)
+                if not evaluating:
+                    return apply_rule(frame, primitive, params, tracers)
+                if primitive is not _compat.jit_p or _compat.dispatch_context() is _compat.INSIDE:
+                    return run_compiled(frame, primitive, params, tracers)
+                return self._offering(lambda: run_compiled(frame, primitive, params, tracers), logs=True)
+
+    def _offering(self, run: Callable[[], Any], logs: bool) -> Any:
+        """Run a jit, and offer its program to C++ for further calls, if running it was all there was to do."""
+        self.offer = self.frame.ran = None
+        if self.parent is not _compat.eval_trace:
+            outs = run()
+            self.offer = getattr(self.parent, "offer", None)  # a trace of lox that has passed it on too
+            return outs
+        _compat.note_program()
+        outs = run()
+        source, arrays = self.frame.ran or (None, ())
+        program = _compat.noted_program([*outs, *arrays])
+        if program is not None and (self.frame.ran is not None or not logs):
+            program.receive = None if source is None else functools.partial(receive, source)
+            self.offer = program
+        return outs
 
     def _place_state(self, operands: Callable[[], Sequence[Any]]) -> None:
         """Move the state to the devices of the operands: a function may run programs on different devices."""
@@ -227,7 +251,7 @@ def run_on_shards(parent: Any, around: LogTrace, primitive: Any, fun: Any, trace
     """Run a shard_map outside of jit, and hand primitives in it that log to the trace `around` it."""
 
     def on_shards(fun: Callable[..., Any], *args: Any) -> Any:
-        with _compat.take_current_trace() as shards, _compat.set_current_trace(ShardTrace(shards, around)):
+        with _compat.take_current_trace() as shards, _compat.running(ShardTrace(shards, around)):
             return fun(*args)
 
     fun = _compat.wrap_rule(fun, on_shards)
@@ -297,9 +321,10 @@ def run_function(
         frame.devices = _compat.manual_axes_here()
     names = handler.names if whole else None
     frame.logged = None if names is None else {}
-    current = _compat.take_current_trace()
-    with _hidden.transforming, current as parent, _compat.set_current_trace(LogTrace(parent, frame)):
-        out = fun(*args, **kwargs)
+    with _hidden.transforming, _compat.take_current_trace() as parent:
+        context = handler.dispatch_context if parent is _compat.eval_trace else _compat.INSIDE
+        with running(frame), _compat.running(LogTrace(parent, frame), context):
+            out = fun(*args, **kwargs)
     if isinstance(out, _LATER):
         raise _errors.runs_later(fun, type(out).__name__)
     if names is not None and frame.logged is not None:

@@ -61,6 +61,11 @@ class Collect(Handler):
         """Whether events are stacked. Under `disable_jit` it depends on the loops around them."""
         return not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
 
+    @property
+    def only_collects(self) -> bool:  # type: ignore[override]
+        """Whether no key has to be known before its events come."""
+        return self.reduce is None and self.capacity is None and self.interval is None and self.names is None
+
     def wants(self, meta: Meta, scope: str) -> bool:
         """Want selected logs, and all if they are kept for others."""
         return self.keep_logs or bool(self.selection.keys(meta, scope))
@@ -150,10 +155,8 @@ class Collect(Handler):
 
     def _stack(self, frame: Frame, event: Bundle) -> None:
         inside, state, new = split(frame.state, event.keys)
+        _check_not_reduced(inside, event)
         for keys, part in inside.items():
-            if isinstance(part, Fold):
-                before, site = _name(_plain(part.reduction)), str(part.sites[0])
-                raise _errors.mismatch(keys[0], "reductions", before, site, _name(None), str(event.site))
             state[keys] = part.fitting(event.only(keys)).take(event.only(keys))
         if new and frame.unbounded:
             by_capacity: dict[int, list[str]] = {}
@@ -256,6 +259,7 @@ class Collect(Handler):
     def check(self, frame: Frame, piece: list[Bundle]) -> None:
         """Raise now and not at the end, when the result of a long computation would be lost."""
         for bundle in piece:
+            _check_not_reduced(split(frame.state, bundle.keys)[0] if frame.state else {}, bundle)
             _bundle.check_fit_all(frame.models, bundle)
 
     def gather(self, pieces: list[list[Bundle]]) -> list[Bundle]:
@@ -339,6 +343,14 @@ class Thinned:
     kept: list[Bundle]
     seen: int | Laned  # how many events there were; a plain integer while it is known
     coming: Tally | None  # the events of what is running now
+
+
+def _check_not_reduced(inside: dict[Keys, Any], events: Bundle) -> None:
+    """Raise if one of these states of keys is a reduction, while their events are stacked."""
+    for keys, part in inside.items():
+        if isinstance(part, Fold):
+            before, site = _name(_plain(part.reduction)), str(part.sites[0])
+            raise _errors.mismatch(keys[0], "reductions", before, site, _name(None), str(events.site))
 
 
 def _as_laned(seen: int | Laned) -> Laned:
