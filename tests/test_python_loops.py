@@ -342,11 +342,13 @@ class Random:
                 choice.choice(["array", "number", "NumPy"]),
                 choice.choice([{}, {"step"}, {"step", "where"}, {"where"}, {"step", "weight"}]),
                 choice.choice(["", "", "inner"]),
+                choice.choice(["", "", "outer"]),
             )
             for _ in range(choice.randint(1, 5))
         ]
+        self.jitted = {id(part): jax.jit(functools.partial(self.log, part)) for part in self.parts}
         self.iterations = choice.choice([1, 3, 4, 17])
-        ways = [{}, {}, {"interval": 2}, {"prefix": "p/"}, {"argnames": [keys[0], "inner/*"]}, {"keep_logs": True}]
+        ways = [{}, {}, {"interval": 2}, {"prefix": "p/"}, {"argnames": [keys[0], "*inner/*"]}, {"keep_logs": True}]
         self.options = choice.choice(ways)
         if any(part.what == "while" for part in self.parts):
             self.options = {**self.options, "capacity": 200}
@@ -372,7 +374,7 @@ class Random:
         if part.what == "log":
             return log(x, i)
         if part.what == "jit":
-            return jax.jit(log)(x, jnp.int32(i))
+            return self.jitted[id(part)](x, jnp.int32(i))
         if part.what == "scan":
             return lax.scan(lambda x, j: (log(x, j), None), x, jnp.arange(3))[0]
         if part.what == "cond":
@@ -382,7 +384,8 @@ class Random:
     def __call__(self, x: Any) -> Any:
         for i in range(self.iterations):
             for part in self.parts:
-                x = self.run(part, x, i)
+                with lox.scope(part.around) if part.around else contextlib.nullcontext():
+                    x = self.run(part, x, i)
         return x
 
 
@@ -394,6 +397,7 @@ class Part(NamedTuple):
     given_as: str
     given: set[str]
     scope: str
+    around: str
 
 
 @pytest.mark.filterwarnings("ignore:`argnames` names:lox.LoxWarning")

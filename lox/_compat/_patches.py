@@ -160,23 +160,26 @@ class _WithEvents:
         return results
 
 
-class _Last(threading.local):
-    is_wanted = False
-    program: Any = None
+class _Noting(threading.local):
+    into: Any = None
 
 
-_last = _Last()
+_noting = _Noting()
 
 
-def note_program() -> None:
-    """Begin to note what JAX runs on this thread, for `noted_program`."""
-    _last.is_wanted, _last.program = True, None
+class noting_programs:
+    """`with noting_programs() as programs:` notes what JAX runs on this thread for the first time in this context."""
 
+    def __enter__(self) -> "noting_programs":
+        self.before, self.last, _noting.into = _noting.into, None, self
+        return self
 
-def noted_program(outs: Sequence[Any]) -> Program | None:
-    """The program that has returned these arrays, if this was its first call in this context, and C++ may call it."""
-    program, _last.is_wanted, _last.program = _last.program, False, None
-    return program if program is not None and program.has_returned(outs) else None
+    def __exit__(self, *exception: object) -> None:
+        _noting.into = self.before
+
+    def that_returned(self, outs: Sequence[Any]) -> Program | None:
+        """The program whose results these arrays are, if C++ may call it."""
+        return self.last if self.last is not None and self.last.has_returned(outs) else None
 
 
 def _without_effects(executable: Any) -> Any:
@@ -213,8 +216,8 @@ def watch_dispatch(check: Any) -> None:
             check(marks[0], sys._getframe())
             return None
         data = original(executable, out_tree, args, outs, effects, *rest)
-        if data is not None and _last.is_wanted:
-            _last.program = Program(executable, (effects, *rest), outs)
+        if data is not None and _noting.into is not None:
+            _noting.into.last = Program(executable, (effects, *rest), outs)
         return data
 
     pjit._get_fastpath_data = _get_fastpath_data

@@ -55,11 +55,16 @@ def is_on_several_devices(tree: Any) -> bool:
 
 def are_on_one_device(arrays: Sequence[Any]) -> bool:
     """Tell whether all of these are concrete arrays, in the same memory of one device, and none of them on a mesh."""
-    if not arrays or any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in arrays):
+    if not arrays or not all([_is_concrete(type(x)) for x in arrays]):
         return False
     # Results of one program share their shardings, which take longer to compare than to tell apart.
     first, *others = {id(sharding): sharding for sharding in [x.sharding for x in arrays]}.values()
     return isinstance(first, jax.sharding.SingleDeviceSharding) and all(sharding == first for sharding in others)
+
+
+@functools.cache
+def _is_concrete(kind: type) -> bool:
+    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
 
 
 def is_split(x: Any) -> bool:

@@ -206,31 +206,31 @@ class Place(NamedTuple):
 class ProgramSource:
     """What pieces have in common that come from one program, called in one scope."""
 
-    def __init__(self, structure: Any, keys: dict[str, bool], scope: str):
-        self.structure, self.keys = structure, keys  # each with whether it is certain to have an event
+    def __init__(self, types: Any, keys: dict[str, bool], scope: str):
+        self.types, self.structure = types, jax.tree.structure(types)
+        self.keys = keys  # each with whether it is certain to have an event
         self._scope = scope
-        self._in_scope = {scope: self}
+        self._in_scope: dict[str, ProgramSource] = {scope: self}
 
     def in_scope(self, scope: str) -> "ProgramSource":
         """The same if the program is called in another scope."""
         known = self._in_scope.get(scope)
         if known is None:
             rename = lambda key: scope + key.removeprefix(self._scope)  # noqa: E731
-            bundles = jax.tree.unflatten(self.structure, range(self.structure.num_leaves))
-            renamed = [dataclasses.replace(b, keys=tuple(map(rename, b.keys))) for b in bundles]
+            types = [dataclasses.replace(bundle, keys=tuple(map(rename, bundle.keys))) for bundle in self.types]
             keys = {rename(key): certain for key, certain in self.keys.items()}
-            known = ProgramSource(jax.tree.structure(renamed), keys, scope)
+            known = ProgramSource(types, keys, scope)
             known._in_scope = self._in_scope
             self._in_scope[scope] = known
         return known
 
 
-class Source(NamedTuple):
+class EventSource(NamedTuple):
     """What pieces have in common that come from log calls outside of programs."""
 
     keys: tuple[str, ...]
     structure: Any
-    types: tuple[Any, ...]
+    arrays: tuple[Any, ...]  # their shapes and dtypes
 
 
 @jax.tree_util.register_pytree_node_class
@@ -248,7 +248,7 @@ class Packed:
     def of(cls, piece: Any, keys: tuple[str, ...]) -> "Packed":
         """Pack a piece that no program has returned. Its source is whatever gives pieces of the same type."""
         arrays, structure = jax.tree.flatten(piece)
-        return cls(structure, arrays, Source(keys, structure, tuple([(x.shape, x.dtype) for x in arrays])))
+        return cls(structure, arrays, EventSource(keys, structure, tuple([(x.shape, x.dtype) for x in arrays])))
 
     def __iter__(self) -> Iterator[Any]:
         if self._bundles is None:
@@ -294,7 +294,7 @@ class Frame:
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
         self._sources: set[Any] = set()  # what has been checked
-        self.ran: tuple[ProgramSource | None, list[Any]] | None = None  # of the jit that ran last, and its events
+        self.ran: tuple[ProgramSource | None, Sequence[Any]] | None = None  # of the jit that ran last, and its events
         self.times: dict[Any, int] = {}  # how often each log was taken outside of programs, if it changes the state
         self._forms: dict[Any, Any] = {}  # of events outside of programs that became pieces, and how they did
         self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
@@ -368,7 +368,7 @@ class Frame:
     def collect(self, piece: Any, source: Any = None) -> None:
         """Add to what was collected. All pieces of one `source` have the same types."""
         if source is None or source not in self._sources:
-            self.handler.check(self, piece)
+            self.handler.check(self, source.types if type(source) is ProgramSource else piece)
             self._sources.add(source)
         self.pieces.append(piece)
 

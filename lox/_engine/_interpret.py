@@ -317,7 +317,7 @@ class Transformed:
         self.grown = signature(self.struct) != signature(types_of(state))
         self._state_tree, self._piece_tree = jax.tree.structure(self.struct), jax.tree.structure(self.piece)
         self._end = self.outs + self._state_tree.num_leaves  # of results and state
-        self.source = ProgramSource(self._piece_tree, self.keys, block[1] if len(block) > 1 else "")
+        self.source = ProgramSource(self.piece, self.keys, block[1] if len(block) > 1 else "")
         self.extra = self._state_tree.num_leaves + self._piece_tree.num_leaves
 
     def unpack(self, flat: Sequence[Any], piece_tree: Any = None) -> tuple[list[Any], Any, Any]:

@@ -108,6 +108,7 @@ class LogTrace(PassingTrace):
         _compat.stand_for(self, parent)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        self.offer = None
         with _compat.set_current_trace(self.parent):
             if primitive is log_p:
                 self.frame.list_logs(primitive, params)
@@ -150,15 +151,15 @@ class LogTrace(PassingTrace):
 
     def _offering(self, run: Callable[[], Any], logs: bool) -> Any:
         """Run a jit, and offer its program to C++ for further calls, if running it was all there was to do."""
-        self.offer = self.frame.ran = None
         if self.parent is not _compat.eval_trace:
             outs = run()
             self.offer = getattr(self.parent, "offer", None)  # a trace of lox that has passed it on too
             return outs
-        _compat.note_program()
-        outs = run()
+        self.frame.ran = None
+        with _compat.noting_programs() as programs:
+            outs = run()
         source, arrays = self.frame.ran or (None, ())
-        program = _compat.noted_program([*outs, *arrays])
+        program = programs.that_returned([*outs, *arrays])
         if program is not None and (self.frame.ran is not None or not logs):
             program.receive = None if source is None else functools.partial(receive, source)
             self.offer = program
@@ -318,13 +319,15 @@ def run_function(
     """
     with _compat.own_transfers():
         frame = Frame(handler, {**handler.initial_state(), **given} if given else handler.initial_state())
-        frame.devices = _compat.manual_axes_here()
     names = handler.names if whole else None
     frame.logged = None if names is None else {}
-    with _hidden.transforming, _compat.take_current_trace() as parent:
-        context = handler.dispatch_context if parent is _compat.eval_trace else _compat.INSIDE
-        with running(frame), _compat.running(LogTrace(parent, frame), context):
-            out = fun(*args, **kwargs)
+    parent, context = _compat.current_trace(), _compat.INSIDE
+    if parent is _compat.eval_trace:
+        context = handler.dispatch_context
+    else:
+        frame.devices = _compat.manual_axes_here()
+    with _hidden.transforming, running(frame), _compat.running(LogTrace(parent, frame), context):
+        out = fun(*args, **kwargs)
     if isinstance(out, _LATER):
         raise _errors.runs_later(fun, type(out).__name__)
     if names is not None and frame.logged is not None:

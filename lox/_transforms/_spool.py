@@ -17,7 +17,7 @@ from lox._data._lanes import Laned
 from lox._data._logdict import Returned, logdict, warn_of_dropped
 from lox._engine import _handler, _trace
 from lox._engine._event import Event, Meta
-from lox._engine._handler import Frame, Handler, Packed, Tally
+from lox._engine._handler import Frame, Handler, Packed, ProgramSource, Tally
 from lox._engine._primitive import bind
 from lox._engine._selection import Names, Selection
 from lox._transforms import _call, _fold
@@ -375,9 +375,13 @@ def finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
     """The logs that a frame has collected, as users see them."""
     if not _compat.is_evaluating():
         return _finish(handler, frame, prefix)
+    if (logs := _arranged(frame, prefix) if handler.interval is None else None) is not None:
+        return logs
+    packed = _packed(frame) if handler.interval is None else None
     kept = [note.kept for note in frame.notes.values()]
-    with _compat.as_wide_as(jax.tree.leaves((frame.state, frame.pieces, kept))):
-        logs = _finish_at_once(frame, prefix) if handler.interval is None else None
+    arrays = jax.tree.leaves((frame.state, frame.pieces, kept)) if packed is None else packed
+    with _compat.as_wide_as(arrays):
+        logs = None if packed is None else _finish_at_once(frame, packed, prefix)
         return _finish(handler, frame, prefix) if logs is None else logs
 
 
@@ -410,20 +414,56 @@ def _finished(
 _FEW = 16  # pieces that are joined by one program: for every number of them another is compiled
 
 
-def _finish_at_once(frame: Frame, prefix: str) -> logdict | None:
-    """Join by one program what others have returned. None if that is not the case, or not worth it."""
+def _arranged(frame: Frame, prefix: str) -> logdict | None:
+    """The logs if they are just the arrays that programs have returned: nothing is to be computed."""
     pieces = frame.pieces
-    if not (frame.state or len(pieces) > 1) or not all(type(piece) is Packed for piece in pieces):
+    sources = tuple([piece.source if type(piece) is Packed else None for piece in pieces[: _FEW + 1]])
+    if frame.state or not 0 < len(sources) <= _FEW or not all([type(source) is ProgramSource for source in sources]):
         return None
-    leaves, state = jax.tree.flatten(frame.state) if frame.state else ([], None)
-    if not _compat.are_on_one_device([*leaves, *[x for piece in pieces for x in piece.arrays]]):
+    arrangement = _arrangement(sources, prefix)
+    if arrangement is None:
         return None
-    pieces = _joined_by_source(pieces) if len(pieces) > _FEW else pieces
+    structure, places = arrangement
+    arrays = [x for piece in pieces for x in piece.arrays]
+    return jax.tree.unflatten(structure, [arrays[n] for n in places])
+
+
+@functools.lru_cache(256)
+def _arrangement(sources: tuple[ProgramSource, ...], prefix: str) -> tuple[Any, list[int]] | None:
+    """The structure of the logs of these programs, and which of their arrays are its leaves."""
+    keys = [key for source in sources for key in source.keys]
+    # An object for each of them, by which they are found again.
+    bundles = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), [b for s in sources for b in s.types])
+    if len({*keys}) < len(keys) or any(bundle.valid is not None for bundle in bundles):
+        return None
+    place = {id(x): n for n, x in enumerate(jax.tree.leaves(bundles))}
+    leaves, structure = jax.tree.flatten(_finished(bundles, {}, dict.fromkeys(keys, True), prefix))
+    return structure, [place[id(x)] for x in leaves]
+
+
+def _packed(frame: Frame) -> list[Any] | None:
+    """The arrays that programs have returned. None if there are others, or if they need not be joined."""
+    pieces = frame.pieces
+    if not (frame.state or len(pieces) > 1) or not all([type(piece) is Packed for piece in pieces]):
+        return None
+    state = jax.tree.leaves(frame.state) if frame.state else []
+    return [*state, *[x for piece in pieces for x in piece.arrays]]
+
+
+def _finish_at_once(frame: Frame, arrays: list[Any], prefix: str) -> logdict | None:
+    """Join by one program what others have returned. None if that cannot be done, or is not worth it."""
+    if not _compat.are_on_one_device(arrays):
+        return None
+    pieces, state = frame.pieces, jax.tree.structure(frame.state) if frame.state else None
     if len(pieces) > _FEW:
-        return None
+        pieces = _joined_by_source(pieces)
+        if len(pieces) > _FEW:
+            return None
+        arrays = [*arrays[: state.num_leaves if state else 0], *[x for piece in pieces for x in piece.arrays]]
     structures = tuple([piece.structure for piece in pieces])
     finished = _finishing(structures, state, tuple(frame.keys.items()), prefix, _compat.debugged())
-    return finished([*leaves, *[x for piece in pieces for x in piece.arrays]]).logs()
+    logs = finished(arrays)
+    return logs if type(logs) is logdict else logs.logs()
 
 
 def _joined_by_source(pieces: list[Packed]) -> list[Packed]:
@@ -473,11 +513,11 @@ def _joining(structures: tuple[Any, ...], debugged: Any) -> Any:
 def _finishing(structures: tuple[Any, ...], state: Any, certain: Any, prefix: str, debugged: Any) -> Any:
     del debugged
 
-    def finish(arrays: list[Any]) -> Returned:
+    def finish(arrays: list[Any]) -> Returned | logdict:
         pieces = _unpacked(arrays, structures if state is None else (state, *structures))
         before = {} if state is None else pieces.pop(0)
         bundles = [bundle for piece in pieces for bundle in piece]
-        return Returned.of(_finished(_bundle.gather(bundles) if bundles else [], before, dict(certain), prefix))
+        return _returned(_finished(_bundle.gather(bundles) if bundles else [], before, dict(certain), prefix))
 
     return jax.jit(finish)
 
@@ -574,7 +614,11 @@ def _collect(options: tuple[Collect, str], fun: Callable[..., Any], args: Any, k
 def _collect_alone(options: tuple[Collect, str], fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The same as a program of its own."""
     out, logs = _collect(options, fun, args, kwargs)
-    return out, Returned.of(logs) if len(logs) > 1 else logs
+    return out, _returned(logs)
+
+
+def _returned(logs: logdict) -> Returned | logdict:
+    return Returned.of(logs) if len(logs) > 1 else logs
 
 
 def _looked_at_later(logs: logdict) -> logdict:
