@@ -40,7 +40,7 @@ NAMES = {
     "jax._src.lax.control_flow.loops._scan_partial_eval_custom": "the same under remat",
     "jax._src.lib.xla_client.OpSharding": "places host calls on a device where Shardy is off",
     "jax._src.mesh.use_abstract_mesh": "makes values that know the mesh; public since 0.8",
-    "jax._src.pjit._get_fastpath_data": "keeps programs that log out of the C++ cache, or puts those in that hand over their events",
+    "jax._src.pjit._get_fastpath_data": "keeps programs that log out of the C++ cache, or lets it pass on their events",
     "jax._src.shard_map.eager_rules": "lets logs of a shard_map outside of jit be seen",
     "jax._src.sharding_impls.SdyArray": "places host calls on a device",
     "jax._src.sharding_impls.SdyArrayList": "the same",
