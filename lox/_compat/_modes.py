@@ -37,9 +37,14 @@ def debugged() -> tuple[bool, bool]:
 
 def as_wide_as(arrays: Iterable[Any]) -> Any:
     """Let JAX compute with 64 bits if one of these arrays has as many: they may come from a context that has ended."""
-    if jax.config.jax_enable_x64 or not any([getattr(x, "dtype", None) in _WIDE for x in arrays]):  # pyright: ignore[reportAttributeAccessIssue]
+    if jax.config.jax_enable_x64 or not has_64_bits(arrays):  # pyright: ignore[reportAttributeAccessIssue]
         return _NO_CONTEXT
     return _home_of_x64.enable_x64(True)
+
+
+def has_64_bits(arrays: Iterable[Any]) -> bool:
+    """Whether one of these arrays has numbers of 64 bits."""
+    return any([getattr(x, "dtype", None) in _WIDE for x in arrays])
 
 
 def is_usual() -> bool:

@@ -55,11 +55,21 @@ def is_on_several_devices(tree: Any) -> bool:
 
 def are_on_one_device(arrays: Sequence[Any]) -> bool:
     """Tell whether all of these are concrete arrays, in the same memory of one device, and none of them on a mesh."""
-    if not arrays or not all([_is_concrete(type(x)) for x in arrays]):
-        return False
-    # Results of one program share their shardings, which take longer to compare than to tell apart.
-    first, *others = {id(sharding): sharding for sharding in [x.sharding for x in arrays]}.values()
-    return isinstance(first, jax.sharding.SingleDeviceSharding) and all(sharding == first for sharding in others)
+    first = same = None
+    for x in arrays:
+        if not _is_concrete(type(x)):
+            return False
+        sharding = x.sharding
+        if first is None:
+            first = same = sharding
+            if not isinstance(first, jax.sharding.SingleDeviceSharding):
+                return False
+        # Results of programs share their shardings, which take longer to compare than to tell apart.
+        elif sharding is not first and sharding is not same:
+            if sharding != first:
+                return False
+            same = sharding
+    return first is not None
 
 
 @functools.cache

@@ -116,12 +116,12 @@ class Call:
 
     usual: Any = None  # a faster way if `_compat.is_usual()` and nothing is given: `usual(*args, **kwargs)`
 
-    def __init__(self, call: Callable[..., Any]):
-        self._call = call
+    def __init__(self, fun: Any, options: Any, transform: Transform):
+        self._fun, self._options, self._transform = fun, options, transform
 
     def __call__(self, args: Any, kwargs: Any, *given: Any) -> Any:
         """Call it."""
-        return self._call(args, kwargs, *given)
+        return self._transform(self._options, self._fun, args, kwargs, *given)
 
 
 def calling(fun: Callable[..., Any], options: Any, transform: Transform, alone: Transform | None = None) -> Call:
@@ -135,7 +135,7 @@ def calling(fun: Callable[..., Any], options: Any, transform: Transform, alone: 
         return _calling_jitted(fun, options, transform, alone)
     jitted, before, keywords = _behind(fun)
     if not isinstance(jitted, _compat.PjitFunction):
-        return Call(lambda args, kwargs, *given: transform(options, fun, args, kwargs, *given))
+        return Call(fun, options, transform)
     return _Bound(_calling_jitted(jitted, options, transform, alone), before, keywords)
 
 
@@ -169,7 +169,8 @@ class OneProgram(Call):
     """A call of a jitted function, to which `fun` is a weak reference, that is compiled as a whole."""
 
     def __init__(self, fun: Any, options: Any, transform: Transform, alone: Transform | None):
-        self._fun, self._options, self._transform, self._alone = fun, options, transform, alone
+        super().__init__(fun, options, transform)
+        self._alone = alone
         self._is_movable = _compat.options_of_jit(fun()) is not None
         self._programs: dict[Any, Any] = {}
 
@@ -200,10 +201,14 @@ class _Bound(Call):
     """A call of a method or a partial, with the arguments that it adds."""
 
     def __init__(self, call: OneProgram, before: tuple[Any, ...], keywords: dict[str, Any]):
-        super().__init__(lambda args, kwargs, *given: call((*before, *args), {**keywords, **kwargs}, *given))
         self._inner, self._added = call, (before, keywords)
         self._program: Any = None
         self._usual: Any = None
+
+    def __call__(self, args: Any, kwargs: Any, *given: Any) -> Any:
+        """Call it with these arguments too."""
+        before, keywords = self._added
+        return self._inner((*before, *args), {**keywords, **kwargs}, *given)
 
     @property
     def usual(self) -> Any:

@@ -1,11 +1,12 @@
 """`lox.spool`: logs as a result."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -259,7 +260,8 @@ class Collect(Handler):
     def check(self, frame: Frame, piece: list[Bundle]) -> None:
         """Raise now and not at the end, when the result of a long computation would be lost."""
         for bundle in piece:
-            _check_not_reduced(split(frame.state, bundle.keys)[0] if frame.state else {}, bundle)
+            if frame.state:
+                _check_not_reduced(split(frame.state, bundle.keys)[0], bundle)
             _bundle.check_fit_all(frame.models, bundle)
 
     def gather(self, pieces: list[list[Bundle]]) -> list[Bundle]:
@@ -415,30 +417,45 @@ _FEW = 16  # pieces that are joined by one program: for every number of them ano
 
 
 def _arranged(frame: Frame, prefix: str) -> logdict | None:
-    """The logs if they are just the arrays that programs have returned: nothing is to be computed."""
+    """The logs if they are just the arrays that a few programs have returned, or are joined by one more."""
     pieces = frame.pieces
     sources = tuple([piece.source if type(piece) is Packed else None for piece in pieces[: _FEW + 1]])
     if frame.state or not 0 < len(sources) <= _FEW or not all([type(source) is ProgramSource for source in sources]):
         return None
-    arrangement = _arrangement(sources, prefix)
-    if arrangement is None:
-        return None
-    structure, places = arrangement
+    arrangement = _arrangement(sources, prefix, _compat.debugged())
     arrays = [x for piece in pieces for x in piece.arrays]
-    return jax.tree.unflatten(structure, [arrays[n] for n in places])
+    if arrangement.join is None:
+        return jax.tree.unflatten(arrangement.structure, [arrays[n] for n in arrangement.places])
+    if not _compat.are_on_one_device(arrays):
+        return None
+    with _compat.as_wide_as(arrays) if arrangement.is_wide else _NO_CONTEXT:
+        return _logs_of(arrangement.join(arrays))
+
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+class _Arrangement(NamedTuple):
+    structure: Any  # of the logs
+    places: list[int]  # in the arrays that programs have returned
+    join: Any = None  # if they are not what programs have returned: a program
+    is_wide: bool = False  # whether some have 64 bits
 
 
 @functools.lru_cache(256)
-def _arrangement(sources: tuple[ProgramSource, ...], prefix: str) -> tuple[Any, list[int]] | None:
-    """The structure of the logs of these programs, and which of their arrays are its leaves."""
-    keys = [key for source in sources for key in source.keys]
-    # An object for each of them, by which they are found again.
+def _arrangement(sources: tuple[ProgramSource, ...], prefix: str, debugged: Any) -> _Arrangement:
+    # An object for each array, by which it is found again.
     bundles = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), [b for s in sources for b in s.types])
-    if len({*keys}) < len(keys) or any(bundle.valid is not None for bundle in bundles):
-        return None
-    place = {id(x): n for n, x in enumerate(jax.tree.leaves(bundles))}
-    leaves, structure = jax.tree.flatten(_finished(bundles, {}, dict.fromkeys(keys, True), prefix))
-    return structure, [place[id(x)] for x in leaves]
+    leaves = jax.tree.leaves(bundles)
+    certain: dict[str, bool] = {}
+    for source in sources:
+        certain |= {key: is_certain or certain.get(key, False) for key, is_certain in source.keys.items()}
+    if len(certain) < sum(len(source.keys) for source in sources) or any(b.valid is not None for b in bundles):
+        join = _finishing(tuple([s.structure for s in sources]), None, tuple(certain.items()), prefix, debugged)
+        return _Arrangement(None, [], join, _compat.has_64_bits(leaves))
+    place = {id(x): n for n, x in enumerate(leaves)}
+    leaves, structure = jax.tree.flatten(_finished(bundles, {}, certain, prefix))
+    return _Arrangement(structure, [place[id(x)] for x in leaves])
 
 
 def _packed(frame: Frame) -> list[Any] | None:
@@ -462,8 +479,7 @@ def _finish_at_once(frame: Frame, arrays: list[Any], prefix: str) -> logdict | N
         arrays = [*arrays[: state.num_leaves if state else 0], *[x for piece in pieces for x in piece.arrays]]
     structures = tuple([piece.structure for piece in pieces])
     finished = _finishing(structures, state, tuple(frame.keys.items()), prefix, _compat.debugged())
-    logs = finished(arrays)
-    return logs if type(logs) is logdict else logs.logs()
+    return _logs_of(finished(arrays))
 
 
 def _joined_by_source(pieces: list[Packed]) -> list[Packed]:
@@ -619,6 +635,10 @@ def _collect_alone(options: tuple[Collect, str], fun: Callable[..., Any], args: 
 
 def _returned(logs: logdict) -> Returned | logdict:
     return Returned.of(logs) if len(logs) > 1 else logs
+
+
+def _logs_of(returned: Returned | logdict) -> logdict:
+    return returned if type(returned) is logdict else returned.logs()  # type: ignore[union-attr]
 
 
 def _looked_at_later(logs: logdict) -> logdict:
