@@ -84,6 +84,8 @@ def spools() -> Iterator[Row]:
     yield per_call("spool(jit f, donated buffers)", *(trained(f) for f in (lox.spool(update), update_by_hand)), 1.5)
     two = lox.spool(lambda x: jitted(jitted(x)))
     yield per_call("spool(Python calling two jits)", lambda: two(x), lambda: by_hand(by_hand(x)[0]), 3)
+    removed, without = lox.nolog(lambda x: jitted(jitted(x))), jax.jit(lambda x: x * 2)
+    yield per_call("nolog(Python calling two jits): without logs", lambda: removed(x), lambda: without(without(x)))
     yield from loops(jitted, by_hand, x)
     inside = jax.jit(lox.spool(double))
     yield per_call("jit(spool f)", functools.partial(inside, x), hand, 1.2)
