@@ -1,5 +1,6 @@
 """Jitted functions in transformed Python functions: C++ calls them from the second time on, and no event is lost."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -433,6 +435,138 @@ def test_events_that_do_not_fit_are_an_error_at_once_in_every_call() -> None:
         with pytest.raises(lox.MismatchError, match="'x' is logged with different shape"):
             lox.spool(lambda x: (f(x), f(x * jnp.ones(2)), reached.append(x)))(1.0)
     assert reached == []
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_a_call_that_fails_while_nans_are_debugged_has_no_events(warm: bool, where: str) -> None:
+    f = jax.jit(lambda x: (lox.log({"x": x}), jnp.log(x))[1])
+    x = jnp.float32(1)
+    if warm:
+        lox.spool(lambda x: f(x))(x)
+
+    def run(x: Any) -> Any:
+        with jax.debug_nans(True), pytest.raises(FloatingPointError):
+            f(-x)
+        return f(x)
+
+    for _ in range(3):
+        with jax.debug_nans(True) if where == "around" else contextlib.nullcontext():
+            assert lox.spool(run)(x)[1]["x"].tolist() == 1
+
+
+def test_a_nan_in_an_event_is_found_in_every_call_while_they_are_debugged() -> None:
+    f = jax.jit(lambda x: (lox.log({"log": jnp.log(x)}), x)[1])
+    x = jnp.float32(1)
+    for _ in range(3):
+        assert jnp.isnan(lox.spool(lambda x: f(x))(-x)[1]["log"])
+        with jax.debug_nans(True):
+            assert lox.spool(lambda x: f(x))(x)[1]["log"] == 0
+            with pytest.raises(FloatingPointError):
+                lox.spool(lambda x: f(x))(-x)
+
+
+def test_a_nan_is_found_if_they_are_debugged_everywhere() -> None:
+    f = jax.jit(lambda x: (lox.log({"log": jnp.log(x)}), x)[1])
+    x, found = jnp.float32(1), []
+
+    def look() -> None:
+        try:
+            found.append(float(lox.spool(lambda x: f(x))(-x)[1]["log"]))
+        except FloatingPointError:
+            found.append("error")
+
+    for is_debugged in (False, False, True, True, False, True):
+        jax.config.update("jax_debug_nans", is_debugged)
+        try:
+            # In this thread, JAX remembers that NaNs are no longer debugged from a test before.
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+        finally:
+            jax.config.update("jax_debug_nans", False)
+    np.testing.assert_equal(found, [np.nan, np.nan, "error", "error", np.nan, "error"])
+
+
+@pytest.mark.parametrize("transform", [lox.spool, lox.nolog, lambda f: lox.tap(f, len)])
+def test_keys_that_are_used_twice_are_found(transform: Any) -> None:
+    draw = jax.jit(lambda key: (lox.log({"key": key}), jax.random.uniform(key))[1])
+    for _ in range(2):
+        with jax.debug_key_reuse(True):
+            for use in (jax.random.uniform, draw):
+                key = jax.random.key(0)
+                with pytest.raises(jax.errors.KeyReuseError):
+                    transform(lambda use=use, key=key: use(key) + use(key))()
+
+
+def test_events_of_a_callback_are_not_of_the_function_that_calls_it() -> None:
+    f = logging()
+
+    def host(x: Any) -> Any:
+        lox.log({"x": np.float32(-1)})
+        return np.asarray(f(np.float32(x) + 10))
+
+    @jax.jit
+    def calls(x: Any) -> Any:
+        lox.log({"x": x})
+        return jax.pure_callback(host, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    lox.spool(lambda x: f(x))(np.float32(1))
+    for _ in range(3):
+        with lox.testing.capture() as printed:
+            assert lox.spool(lambda x: calls(x))(jnp.float32(1))[1]["x"] == 1
+            lox.nolog(lambda x: calls(x))(jnp.float32(1))
+        assert [float(logs["x"]) for logs in printed] == [-1, 11] * 2
+
+
+def test_a_warning_of_names_does_not_depend_on_what_other_transformations_have_run() -> None:
+    @jax.custom_vjp
+    def double(x: Any) -> Any:
+        return x * 2
+
+    double.defvjp(lambda x: (lox.log({"rule": x}) and None, (x * 2, x))[1], lambda x, ct: (ct * 2,))
+    f, with_rule, x = logging(), jax.jit(lambda x: double(x)), jnp.float32(1)
+    for _ in range(2):
+        lox.tap(lambda x: with_rule(x), len)(x)
+        lox.spool(lambda x: with_rule(x))(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            lox.keep(lambda x: f(with_rule(x)), "rule")(x)
+            lox.nolog(lambda x: with_rule(x), "rule")(x)
+
+
+@jax.tree_util.register_pytree_node_class
+class Fragile:
+    """A result that cannot always be made."""
+
+    broken = False
+
+    def __init__(self, x: Any):
+        self.x = x
+
+    def tree_flatten(self) -> Any:
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Fragile":
+        if cls.broken:
+            raise ValueError("broken")
+        return cls(*children)
+
+
+def test_events_are_there_even_if_the_result_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    f = jax.jit(lambda x: (lox.log({"x": x}), Fragile(x + 1))[1])
+
+    def run(x: Any) -> Any:
+        x = f(x).x
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="broken"):
+            patch.setattr(Fragile, "broken", True)
+            f(x)
+        return f(x + 1).x
+
+    for _ in range(3):
+        out, logs = lox.spool(run)(jnp.float32(1))
+        assert (float(out), logs["x"].tolist()) == (4, [1, 2, 3])
 
 
 def test_several_devices(missed: list[Any]) -> None:

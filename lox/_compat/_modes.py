@@ -47,6 +47,11 @@ def has_64_bits(arrays: Iterable[Any]) -> bool:
     return any([getattr(x, "dtype", None) in _WIDE for x in arrays])
 
 
+def is_checking_calls() -> bool:
+    """Whether JAX checks every call of a jitted function, for NaNs or for PRNG keys that are used twice."""
+    return _nans.value or _infs.value or jax.config.jax_debug_key_reuse  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def is_usual() -> bool:
     """Whether operations run immediately, outside of all transformations, and nothing is being debugged."""
     return _core.trace_ctx.trace is eval_trace and not (_nans.value or _infs.value)

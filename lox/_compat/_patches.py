@@ -5,6 +5,7 @@
 | `sharding_impls.core`                             | `set_mesh` inside a transformed function would be refused     |
 | `RuntimeTokenSet.get_token_input`                 | a program whose host call failed would fail all later ones    |
 | `pjit._get_fastpath_data`                         | C++ would call a program that logs past the trace: lost events|
+| the hooks of `debug_nans`, `_infs`, `_key_reuse`  | C++ would take over events of calls that JAX repeats          |
 | `jax.stages.Compiled.__call__`                    | an executable that logs would lose its events                 |
 | the staging rule of `jit`                         | so would a jit in a primitive that hides its effect           |
 | `process_custom_vjp_call` of JVP and linearize    | what a backward rule computes again would log again           |
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.core
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import pjit, sharding_impls
 from jax._src.dispatch import runtime_tokens as _runtime_tokens
@@ -43,7 +45,15 @@ from lox._compat._effects import log_effect, order_effect
 from lox._compat._jaxprs import LogMark, first_log, is_jax_own, out_avals
 from lox._compat._modes import own_transfers, stack
 from lox._compat._parameters import wrap_rule
-from lox._compat._traces import OUTSIDE, Tracer, Var, dispatch_context, set_current_trace, underneath
+from lox._compat._traces import (
+    OUTSIDE,
+    Tracer,
+    Var,
+    dispatch_context,
+    make_jit_key,
+    set_current_trace,
+    underneath,
+)
 from lox._compat._types import zeros_of
 
 
@@ -126,38 +136,38 @@ class Program:
             return None
         if self.receive is None:
             return None if arrays else original(self.executable, out_tree, args, outs, *self.rest)
-        receiver = _Receiver(self.receive)
-        leaves, tree = jax.tree.flatten(_WithEvents(jax.tree.unflatten(out_tree, outs), arrays, receiver))
-        data = original(self.executable, tree, args, leaves, *self.rest)
+        receiver = _Receiver(out_tree, self.receive)
+        leaves, tree = jax.tree.flatten(_WithEvents((*outs, *arrays), receiver))
+        data = original(self.executable, tree, args, leaves, *self.rest)  # which unflattens it too
         receiver.is_ready = True
         return data
 
 
 class _Receiver:
-    def __init__(self, receive: Any):
-        self.receive, self.is_ready = receive, False
+    def __init__(self, out_tree: Any, receive: Any):
+        self.out_tree, self.receive, self.is_ready = out_tree, receive, False
 
 
 @jax.tree_util.register_pytree_node_class
 class _WithEvents:
     """The results of a function, and the arrays of its events.
 
-    C++ makes this of what a program has returned, and so hands over the events; what is left are the results.
+    C++ makes one of what a program has returned, by which the events are handed over, and gets the results.
     """
 
-    def __init__(self, results: Any, arrays: list[Any], receiver: _Receiver):
-        self.parts, self.receiver = (results, arrays), receiver
+    def __init__(self, arrays: tuple[Any, ...], receiver: _Receiver):
+        self.arrays, self.receiver = arrays, receiver
 
     def tree_flatten(self) -> Any:
-        return self.parts, self.receiver
+        return self.arrays, self.receiver
 
     @classmethod
-    def tree_unflatten(cls, receiver: _Receiver, parts: Any) -> Any:
-        results, arrays = parts
+    def tree_unflatten(cls, receiver: _Receiver, arrays: Any) -> Any:
         if not receiver.is_ready:
-            return cls(results, arrays, receiver)
-        receiver.receive(arrays)
-        return results
+            return cls(arrays, receiver)
+        outs = receiver.out_tree.num_leaves
+        receiver.receive([*arrays[outs:]])  # first: the user's classes may raise
+        return receiver.out_tree.unflatten(arrays[:outs])
 
 
 class _Noting(threading.local):
@@ -216,11 +226,48 @@ def watch_dispatch(check: Any) -> None:
             check(marks[0], sys._getframe())
             return None
         data = original(executable, out_tree, args, outs, effects, *rest)
-        if data is not None and _noting.into is not None:
+        # Callbacks may run on this thread, and log: then no trace of lox must be the current one, as if they ran on
+        # another. C++ leaves the current trace as it is.
+        if data is not None and _noting.into is not None and not executable.unsafe_call.has_host_callbacks:
             _noting.into.last = Program(executable, (effects, *rest), outs)
         return data
 
     pjit._get_fastpath_data = _get_fastpath_data
+
+
+_is_checking = make_jit_key("lox_is_checking")
+
+
+def _tell_cpp_of_checks() -> None:
+    """Let C++ dispatch look elsewhere while JAX checks calls.
+
+    It looks for NaNs after results are made, that is after events were handed over, and then calls the function again;
+    and up to 0.7 it does not look for keys that are used twice if it knows a function already.
+    """
+    unset = _config.config_ext.unset
+    states: Any = jax.debug_nans, jax.debug_infs, jax.debug_key_reuse
+
+    def follow(state: Any) -> None:
+        on_this_thread, everywhere = state._update_thread_local_hook, state._update_global_hook
+
+        def update_this_thread(value: Any) -> None:
+            if on_this_thread is not None:
+                on_this_thread(value)
+            is_set = any(s.get_local() is not unset for s in states)
+            _is_checking.set_local(any(s.value for s in states) if is_set else unset)
+
+        def update_everywhere(value: Any) -> None:
+            if everywhere is not None:
+                everywhere(value)
+            _is_checking.set_global(any(s.get_global() for s in states))
+
+        state._add_hooks(update_everywhere, update_this_thread)
+
+    for state in states:
+        follow(state)
+
+
+_tell_cpp_of_checks()
 
 
 def watch_executables(check: Any) -> None:

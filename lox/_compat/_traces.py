@@ -88,7 +88,7 @@ def stand_for(trace: Any, parent: Any) -> None:
     trace._weakref, trace.stands_for = parent._weakref, parent
 
 
-def _make_jit_key(name: str) -> Any:
+def make_jit_key(name: str) -> Any:
     """A value for each thread that is part of the key by which JAX's C++ dispatch finds programs, and of no other."""
     kind: Any = _config.config_ext.Config
     try:
@@ -97,7 +97,7 @@ def _make_jit_key(name: str) -> Any:
         return kind(None, include_in_jit_key=True)
 
 
-_dispatch_context = _make_jit_key("lox_dispatch_context")
+_dispatch_context = make_jit_key("lox_dispatch_context")
 OUTSIDE = None  # the dispatch context if no trace of lox is around
 INSIDE = "inside of lox"  # the one in which no program that logs is dispatched by C++
 

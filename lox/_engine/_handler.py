@@ -53,7 +53,7 @@ class Handler:
 
     @property
     def only_collects(self) -> bool:
-        """Whether all that comes of a program that logs is a piece, so that its frame need not be there before."""
+        """Whether at most a piece comes of programs that log, so that C++ may call them and hand it over."""
         return False
 
     @functools.cached_property
@@ -216,6 +216,7 @@ class ProgramSource:
         """The same if the program is called in another scope."""
         known = self._in_scope.get(scope)
         if known is None:
+            assert all(key.startswith(self._scope) for key in self.keys)
             rename = lambda key: scope + key.removeprefix(self._scope)  # noqa: E731
             types = [dataclasses.replace(bundle, keys=tuple(map(rename, bundle.keys))) for bundle in self.types]
             keys = {rename(key): certain for key, certain in self.keys.items()}
@@ -223,6 +224,13 @@ class ProgramSource:
             known._in_scope = self._in_scope
             self._in_scope[scope] = known
         return known
+
+
+class Ran(NamedTuple):
+    """What has come of a jit beside its results, without a change of the state: the events, if it has any."""
+
+    source: ProgramSource | None = None
+    arrays: Sequence[Any] = ()
 
 
 class EventSource(NamedTuple):
@@ -294,7 +302,7 @@ class Frame:
         self.keys: dict[str, bool] = {}
         self.notes: dict[str, Any] = {}  # what the handler remembers about each key at the outermost level
         self._sources: set[Any] = set()  # what has been checked
-        self.ran: tuple[ProgramSource | None, Sequence[Any]] | None = None  # of the jit that ran last, and its events
+        self.ran: Ran | None = None  # of the last jit, if that is all that has come of it
         self.times: dict[Any, int] = {}  # how often each log was taken outside of programs, if it changes the state
         self._forms: dict[Any, Any] = {}  # of events outside of programs that became pieces, and how they did
         self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
@@ -427,14 +435,14 @@ def signature(state: Any) -> Any:
 class _Inside(threading.local):
     may_fail = False
     rebuilding = False
-    frame: Any = None  # of the function that is transformed
+    frame: Any = None  # to which the events of programs go that C++ calls
 
 
 inside = _Inside()
 
 
-class running:
-    """`with running(frame):` marks that a function runs whose events go to this frame."""
+class receiving:
+    """`with receiving(frame):` marks that the events of programs which C++ calls go to this frame."""
 
     __slots__ = ("_before", "_frame")
 
@@ -512,7 +520,7 @@ class Drop(Handler):
 
     @property
     def only_collects(self) -> bool:
-        """Nothing at all."""
+        """Nothing comes of programs, unless the user must be told which names there were."""
         return self.names is None
 
     def wants(self, meta: Meta, scope: str) -> bool:

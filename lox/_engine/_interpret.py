@@ -23,6 +23,7 @@ from lox._engine._handler import (
     Packed,
     Place,
     ProgramSource,
+    Ran,
     Retrace,
     Tally,
     scope_of,
@@ -447,7 +448,7 @@ def run_jitted(
     outs, state, piece = rebuilt.unpack_later(compiled(*leaves, *args))
     frame.absorb(state, piece, rebuilt.keys, rebuilt.source)
     if not state:
-        frame.ran = (rebuilt.source, piece.arrays) if type(piece) is Packed else (None, [])
+        frame.ran = Ran(rebuilt.source, piece.arrays) if type(piece) is Packed else Ran()
     return outs
 
 

@@ -14,7 +14,7 @@ import jax
 
 from lox import _compat, _errors
 from lox._engine import _hidden
-from lox._engine._handler import Drop, Frame, Handler, Tally, inside, receive, running, types_of
+from lox._engine._handler import Drop, Frame, Handler, Ran, Tally, inside, receive, receiving, types_of
 from lox._engine._interpret import (
     BLOCK,
     Equation,
@@ -125,11 +125,12 @@ class LogTrace(PassingTrace):
             evaluating = self.parent is _compat.eval_trace
             concerns = _compat.eqn_has_logs if evaluating else _compat.eqn_concerns
             if not concerns(primitive, params):
-                has_rules = self.frame.logged is not None and _compat.eqn_has_rules(primitive, params)
+                has_rules = _compat.eqn_has_rules(primitive, params)
                 self.frame.has_rules |= has_rules
-                if primitive is not _compat.jit_p or has_rules:
+                # A frame that has names to check must see that there are rules, and others are in the same context.
+                if has_rules and _compat.dispatch_context() is _compat.INSIDE:
                     return _hidden.pass_on(primitive, tracers, params)
-                return self._offering(lambda: _hidden.pass_on(primitive, tracers, params), logs=False)
+                return self._offering(primitive, lambda: _hidden.pass_on(primitive, tracers, params), Ran())
             if evaluating and primitive.name in _EVALUATED:
                 with _compat.set_current_trace(self):
                     return primitive.impl(*tracers, **params)
@@ -145,24 +146,27 @@ class LogTrace(PassingTrace):
                 self._place_state(lambda: _compat.operands_of(params, tracers))
                 if not evaluating:
                     return apply_rule(frame, primitive, params, tracers)
-                if primitive is not _compat.jit_p or _compat.dispatch_context() is _compat.INSIDE:
-                    return run_compiled(frame, primitive, params, tracers)
-                return self._offering(lambda: run_compiled(frame, primitive, params, tracers), logs=True)
+                run = lambda: run_compiled(frame, primitive, params, tracers)  # noqa: E731
+                return run() if _compat.dispatch_context() is _compat.INSIDE else self._offering(primitive, run)
 
-    def _offering(self, run: Callable[[], Any], logs: bool) -> Any:
-        """Run a jit, and offer its program to C++ for further calls, if running it was all there was to do."""
+    def _offering(self, primitive: Any, run: Callable[[], Any], ran: Ran | None = None) -> Any:
+        """Run a jit, and offer its program to C++ for further calls, if running it was all there was to do.
+
+        Unless it is known what has `ran`, the frame is told.
+        """
+        if primitive is not _compat.jit_p or _compat.is_checking_calls():
+            return run()
         if self.parent is not _compat.eval_trace:
             outs = run()
             self.offer = getattr(self.parent, "offer", None)  # a trace of lox that has passed it on too
             return outs
-        self.frame.ran = None
+        self.frame.ran = ran
         with _compat.noting_programs() as programs:
             outs = run()
-        source, arrays = self.frame.ran or (None, ())
-        program = programs.that_returned([*outs, *arrays])
-        if program is not None and (self.frame.ran is not None or not logs):
-            program.receive = None if source is None else functools.partial(receive, source)
-            self.offer = program
+        if (ran := self.frame.ran) is not None:
+            self.offer = programs.that_returned([*outs, *ran.arrays])
+            if self.offer is not None and ran.source is not None:
+                self.offer.receive = functools.partial(receive, ran.source)
         return outs
 
     def _place_state(self, operands: Callable[[], Sequence[Any]]) -> None:
@@ -326,7 +330,7 @@ def run_function(
         context = handler.dispatch_context
     else:
         frame.devices = _compat.manual_axes_here()
-    with _hidden.transforming, running(frame), _compat.running(LogTrace(parent, frame), context):
+    with _hidden.transforming, receiving(frame), _compat.running(LogTrace(parent, frame), context):
         out = fun(*args, **kwargs)
     if isinstance(out, _LATER):
         raise _errors.runs_later(fun, type(out).__name__)

@@ -377,14 +377,12 @@ def finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
     """The logs that a frame has collected, as users see them."""
     if not _compat.is_evaluating():
         return _finish(handler, frame, prefix)
-    if (logs := _arranged(frame, prefix) if handler.interval is None else None) is not None:
+    logs = _finish_at_once(frame, prefix) if handler.interval is None else None
+    if logs is not None:
         return logs
-    packed = _packed(frame) if handler.interval is None else None
     kept = [note.kept for note in frame.notes.values()]
-    arrays = jax.tree.leaves((frame.state, frame.pieces, kept)) if packed is None else packed
-    with _compat.as_wide_as(arrays):
-        logs = None if packed is None else _finish_at_once(frame, packed, prefix)
-        return _finish(handler, frame, prefix) if logs is None else logs
+    with _compat.as_wide_as(jax.tree.leaves((frame.state, frame.pieces, kept))):
+        return _finish(handler, frame, prefix)
 
 
 def _finish(handler: Collect, frame: Frame, prefix: str) -> logdict:
@@ -416,14 +414,36 @@ def _finished(
 _FEW = 16  # pieces that are joined by one program: for every number of them another is compiled
 
 
-def _arranged(frame: Frame, prefix: str) -> logdict | None:
-    """The logs if they are just the arrays that a few programs have returned, or are joined by one more."""
+def _finish_at_once(frame: Frame, prefix: str) -> logdict | None:
+    """The logs if they are just the arrays that programs have returned, or if one more program joins them.
+
+    None if that cannot be done, or is not worth it.
+    """
     pieces = frame.pieces
-    sources = tuple([piece.source if type(piece) is Packed else None for piece in pieces[: _FEW + 1]])
-    if frame.state or not 0 < len(sources) <= _FEW or not all([type(source) is ProgramSource for source in sources]):
+    if not (pieces or frame.state) or not all([type(piece) is Packed for piece in pieces]):
         return None
-    arrangement = _arrangement(sources, prefix, _compat.debugged())
     arrays = [x for piece in pieces for x in piece.arrays]
+    if not frame.state and len(pieces) <= _FEW:
+        sources = tuple([piece.source for piece in pieces])
+        if all([type(source) is ProgramSource for source in sources]):
+            return _arranged(_arrangement(sources, prefix, _compat.debugged()), arrays)
+        if len(pieces) == 1:
+            return None
+    leaves, state = jax.tree.flatten(frame.state) if frame.state else ([], None)
+    if not _compat.are_on_one_device([*leaves, *arrays]):
+        return None
+    with _compat.as_wide_as([*leaves, *arrays]):
+        if len(pieces) > _FEW:
+            pieces = _joined_by_source(pieces)
+            if len(pieces) > _FEW:
+                return None
+            arrays = [x for piece in pieces for x in piece.arrays]
+        structures = tuple([piece.structure for piece in pieces])
+        finished = _finishing(structures, state, tuple(frame.keys.items()), prefix, _compat.debugged())
+        return _logs_of(finished([*leaves, *arrays]))
+
+
+def _arranged(arrangement: "_Arrangement", arrays: list[Any]) -> logdict | None:
     if arrangement.join is None:
         return jax.tree.unflatten(arrangement.structure, [arrays[n] for n in arrangement.places])
     if not _compat.are_on_one_device(arrays):
@@ -456,30 +476,6 @@ def _arrangement(sources: tuple[ProgramSource, ...], prefix: str, debugged: Any)
     place = {id(x): n for n, x in enumerate(leaves)}
     leaves, structure = jax.tree.flatten(_finished(bundles, {}, certain, prefix))
     return _Arrangement(structure, [place[id(x)] for x in leaves])
-
-
-def _packed(frame: Frame) -> list[Any] | None:
-    """The arrays that programs have returned. None if there are others, or if they need not be joined."""
-    pieces = frame.pieces
-    if not (frame.state or len(pieces) > 1) or not all([type(piece) is Packed for piece in pieces]):
-        return None
-    state = jax.tree.leaves(frame.state) if frame.state else []
-    return [*state, *[x for piece in pieces for x in piece.arrays]]
-
-
-def _finish_at_once(frame: Frame, arrays: list[Any], prefix: str) -> logdict | None:
-    """Join by one program what others have returned. None if that cannot be done, or is not worth it."""
-    if not _compat.are_on_one_device(arrays):
-        return None
-    pieces, state = frame.pieces, jax.tree.structure(frame.state) if frame.state else None
-    if len(pieces) > _FEW:
-        pieces = _joined_by_source(pieces)
-        if len(pieces) > _FEW:
-            return None
-        arrays = [*arrays[: state.num_leaves if state else 0], *[x for piece in pieces for x in piece.arrays]]
-    structures = tuple([piece.structure for piece in pieces])
-    finished = _finishing(structures, state, tuple(frame.keys.items()), prefix, _compat.debugged())
-    return _logs_of(finished(arrays))
 
 
 def _joined_by_source(pieces: list[Packed]) -> list[Packed]:
