@@ -145,7 +145,8 @@ class Program:
 
 class _Receiver:
     def __init__(self, out_tree: Any, receive: Any):
-        self.out_tree, self.receive, self.is_ready = out_tree, receive, False
+        self.unflatten, self.results = out_tree.unflatten, out_tree.num_leaves
+        self.receive, self.is_ready = receive, False
 
 
 @jax.tree_util.register_pytree_node_class
@@ -165,9 +166,8 @@ class _WithEvents:
     def tree_unflatten(cls, receiver: _Receiver, arrays: Any) -> Any:
         if not receiver.is_ready:
             return cls(arrays, receiver)
-        outs = receiver.out_tree.num_leaves
-        receiver.receive([*arrays[outs:]])  # first: the user's classes may raise
-        return receiver.out_tree.unflatten(arrays[:outs])
+        receiver.receive(arrays[receiver.results :])  # first: the user's classes may raise
+        return receiver.unflatten(arrays[: receiver.results])
 
 
 class _Noting(threading.local):

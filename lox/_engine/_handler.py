@@ -456,7 +456,7 @@ class receiving:
         inside.frame = self._before
 
 
-def receive(source: ProgramSource, arrays: list[Any]) -> None:
+def receive(source: ProgramSource, arrays: Sequence[Any]) -> None:
     """Take the events of a program that C++ has called."""
     frame = inside.frame
     source = source.in_scope(frame.here())
