@@ -125,6 +125,8 @@ class LogTrace(PassingTrace):
             evaluating = self.parent is _compat.eval_trace
             concerns = _compat.eqn_has_logs if evaluating else _compat.eqn_concerns
             if not concerns(primitive, params):
+                if primitive is not _compat.jit_p and self.frame.logged is None:
+                    return _hidden.pass_on(primitive, tracers, params)
                 has_rules = _compat.eqn_has_rules(primitive, params)
                 self.frame.has_rules |= has_rules
                 # A frame that has names to check must see that there are rules, and others are in the same context.
