@@ -22,6 +22,7 @@ from jax._src import pjit
 
 import lox
 import lox.testing
+from lox._engine._handler import ProgramSource
 
 
 @pytest.fixture
@@ -610,6 +611,26 @@ def test_nothing_is_kept_alive() -> None:
     alive = run()
     gc.collect()
     assert [ref() is None for ref in alive] == [True] * len(alive)
+
+
+def test_many_scopes_need_one_program_and_little_memory(missed: list[Any]) -> None:
+    f = logging()
+    lox.spool(lambda x: f(x) / 2)(jnp.float32(1))
+    before = len(missed)
+
+    def run(x: Any) -> Any:
+        for n in range(1000):
+            with lox.scope(f"step{n}"):
+                x = f(x) / 2
+        return x
+
+    for _ in range(2):
+        logs = lox.spool(run)(jnp.float32(1))[1]
+        assert list(logs) == [f"step{n}/x" for n in range(1000)]
+    assert missed[before:] == []
+    gc.collect()
+    kept = [known for known in gc.get_objects() if type(known) is ProgramSource and "x" in "".join(known.keys)]
+    assert len(kept) < 500
 
 
 def test_functions_whose_logs_must_be_asked_for_cost_nothing(missed: list[Any]) -> None:

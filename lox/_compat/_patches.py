@@ -192,6 +192,14 @@ class noting_programs:
         return self.last if self.last is not None and self.last.has_returned(outs) else None
 
 
+def _may_be_taken_over(executable: Any, outs: Sequence[Any]) -> bool:
+    """Whether C++ may call a program where a trace of lox is the current one.
+
+    Callbacks may run on this thread, and log: then that trace must not be the current one, as if they ran on another.
+    """
+    return not executable.unsafe_call.has_host_callbacks and all(type(x).__weakrefoffset__ for x in outs)
+
+
 def _without_effects(executable: Any) -> Any:
     call = copy.copy(executable.unsafe_call)
     call.has_unordered_effects = False
@@ -226,9 +234,7 @@ def watch_dispatch(check: Any) -> None:
             check(marks[0], sys._getframe())
             return None
         data = original(executable, out_tree, args, outs, effects, *rest)
-        # Callbacks may run on this thread, and log: then no trace of lox must be the current one, as if they ran on
-        # another. C++ leaves the current trace as it is.
-        if data is not None and _noting.into is not None and not executable.unsafe_call.has_host_callbacks:
+        if data is not None and _noting.into is not None and _may_be_taken_over(executable, outs):
             _noting.into.last = Program(executable, (effects, *rest), outs)
         return data
 

@@ -203,6 +203,9 @@ class Place(NamedTuple):
     args: Sequence[Any]
 
 
+_MANY = 256  # scopes in which one program is called
+
+
 class ProgramSource:
     """What pieces have in common that come from one program, called in one scope."""
 
@@ -222,6 +225,8 @@ class ProgramSource:
             keys = {rename(key): certain for key, certain in self.keys.items()}
             known = ProgramSource(types, keys, scope)
             known._in_scope = self._in_scope
+            if len(self._in_scope) >= _MANY:
+                self._in_scope.clear()  # a scope for every step would fill it
             self._in_scope[scope] = known
         return known
 
