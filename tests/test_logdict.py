@@ -1084,3 +1084,24 @@ def test_a_key_as_an_attribute():
     assert str(error.value) == (
         "these logs have no step 'loss'. Nothing was logged with a step. 'loss' is a key: `logs['loss']`."
     )
+
+
+@pytest.mark.parametrize("way", ["plain", "jit(spool)", "spool(jit)", "a Python function that calls a jit", "tree.map"])
+def test_steps_are_in_the_order_of_the_keys(way: str) -> None:
+    def f(x):
+        lox.log({"second": x}, step=1, episode=2)
+        lox.log({"first": x}, step=1)
+        return x
+
+    jitted = jax.jit(f)
+    spooled = {
+        "plain": lox.spool(f),
+        "jit(spool)": jax.jit(lox.spool(f)),
+        "spool(jit)": lox.spool(jitted),
+        "a Python function that calls a jit": lox.spool(lambda x: jitted(x)),
+        "tree.map": lambda x: jax.tree.map(lambda y: y, lox.spool(f)(x)),
+    }[way]
+    for _ in range(3):
+        logs = spooled(jnp.float32(1))[1]
+        assert list(logs) == list(logs.step) == ["second", "first"]
+        assert list(logs.episode) == ["second"]

@@ -675,6 +675,10 @@ class logdict(dict[str, Any]):
         return new.compact()
 
 
+def _in_order(by_key: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: by_key[key] for key in keys if key in by_key}
+
+
 def _unflatten(structure: Structure, children: Any) -> logdict:
     """The inverse of `logdict.tree_flatten_with_keys`."""
     # Not by `__init__`, which would copy: every call of a spooled function comes through here. So its results share
@@ -685,6 +689,7 @@ def _unflatten(structure: Structure, children: Any) -> logdict:
     else:
         for key in layouts:
             _set(logs, key, values[key])
+        children = (values, {name: _in_order(steps, layouts) for name, steps in children[1].items()}, *children[2:])
     if len(children) == 2:
         logs.__dict__ = {"steps": children[1], "_valid": {}, "dropped": {}, "_layouts": layouts}
     else:
