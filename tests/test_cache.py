@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import typing
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -792,3 +793,8 @@ def test_the_compilation_cache(tmp_path: Path) -> None:
     streamed = ["{'x': [1.0, 2.0]}", "{'x': [3.0, 4.0]}", *[f"{{'x': {n}.0}}" for n in range(1, 5)]]
     assert outputs[0] == ["{'x': [1.0, 2.0, 3.0, 4.0]}", "False", *streamed]
     assert outputs[1] == ["{'x': [1.0, 2.0, 3.0, 4.0]}", "True", *streamed]
+
+
+def test_type_hints_of_what_has_none() -> None:
+    spooled = lox.spool(functools.partial(lambda x, y: x, 1))
+    assert typing.get_type_hints(spooled) == {"args": Any, "kwargs": Any, "return": Any}

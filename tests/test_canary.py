@@ -24,7 +24,7 @@ NAMES = {
     "jax._src.config.config_ext": "tells C++ dispatch which transformation is around, which it would else pass by",
     "jax._src.core.no_axis_name": "tells a vmap that has no axis name from one that has",
     "jax._src.core.trace_ctx": "every call asks it whether anything is being traced, and it is fast",
-    "jax._src.dispatch.runtime_tokens": "gives every program a token of its own, and forgets failed ones",
+    "jax._src.dispatch.runtime_tokens": "gives programs a token of their own, keeps what C++ gets, forgets failed ones",
     "jax._src.distributed.global_state": "which process this is, without starting a backend, and their session",
     "jax._src.effects.lowerable_effects": "lets `jax.export` serialize functions that log",
     "jax._src.effects.ordered_effects": "keeps calls of the host in program order",
@@ -36,6 +36,7 @@ NAMES = {
     "jax._src.interpreters.partial_eval.call_partial_eval_rules": "lets logs of calls in loops under remat be reached",
     "jax._src.interpreters.partial_eval.custom_staging_rules": "stages logs, and finds those of a jit that are hidden",
     "jax._src.interpreters.remat.rules": "runs logs in the forward pass of the remat that is behind a flag",
+    "jax._src.interpreters.pxla.MeshExecutableFastpathData": "lets C++ dispatch call programs that call the host",
     "jax._src.lax.control_flow.loops._scan_known_hoisting": "tells that a loop is about to lose its invariant logs",
     "jax._src.lax.control_flow.loops._scan_partial_eval_custom": "the same under remat",
     "jax._src.lib.xla_client.OpSharding": "places host calls on a device where Shardy is off",
@@ -81,6 +82,8 @@ UNTIL = {
 ATTRIBUTES = {
     "_executable": "an executable that logs is an error inside a transformation",
     "_jit_info": "the static and donated arguments of a jitted function, which keeps them when it is transformed",
+    "_buf": "the array of a token, for C++ dispatch",
+    "_local_devices": "where a program runs that calls the host",
     "_impl": "what kind of PRNG keys a type is of, if there is no array of it yet",
     "_add_hooks": "tells C++ dispatch when JAX checks calls",
     "_update_global_hook": "the same",
@@ -171,7 +174,7 @@ def test_private_attributes_have_a_reason() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
     }
-    others = {"_core", "_current_frames", "_getframe", "_one", "_replace"}  # of lox, of Python
+    others = {"_core", "_current_frames", "_fields", "_getframe", "_one", "_replace"}  # of lox, of Python
     assert used - others - {name.rpartition(".")[2] for name in NAMES} == ATTRIBUTES.keys()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,9 +20,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax._src import pjit
+from jax._src.dispatch import runtime_tokens
 
 import lox
 import lox.testing
+from lox._compat import order_effect
 from lox._engine._handler import ProgramSource
 
 
@@ -704,3 +707,296 @@ def test_transformations_see_the_events_of_such_a_function(silent: str) -> None:
     calls = ["callback 1.0"]
     spooled = [*calls * 2, "spool {'x': [1.0, 1.0]}"]
     assert sorted(silent.splitlines()[1:]) == sorted([*round * 2, *calls * 2, *spooled * 2])
+
+
+# --- programs that call the host, outside of transformations ---------------------------------------
+
+HAS_CONSTANTS = jax.__version_info__ >= (0, 8)  # of which C++ takes the token to be one
+
+
+def tapped(callback: Any, **options: Any) -> Any:
+    return jax.jit(lox.tap(lambda x: (lox.log({"x": x.sum()}, step=1), x * 2)[1], callback, **options))
+
+
+def in_a_loop(callback: Any) -> Any:
+    def step(x: Any, i: Any) -> Any:
+        lox.log({"x": x.sum()}, step=i)
+        return x + 1, None
+
+    return jax.jit(lox.tap(lambda x: lax.scan(step, x, jnp.arange(5))[0], callback, buffer=2))
+
+
+def with_lanes(callback: Any) -> Any:
+    return jax.jit(jax.vmap(lox.tap(lambda x: (lox.log({"x": x}), {"a": x, "b": (x, None)})[1], callback)))
+
+
+def without_results(callback: Any) -> Any:
+    return jax.jit(lox.tap(lambda x: lox.log({"x": x}), callback))
+
+
+def with_constants(callback: Any) -> Any:
+    array, number = jnp.arange(3.0), np.float32(3)
+    run = lox.tap(lambda x, unused: (lox.log({"x": x + array, "number": number}), x * array)[1], callback)
+    jitted = jax.jit(run)
+    return lambda x: jitted(x, x)
+
+
+def donated_and_static(callback: Any) -> Any:
+    run = lambda x, n, *, m: (lox.log({"x": x, "n": n * m}), x * n)[1]  # noqa: E731
+    jitted = jax.jit(lox.tap(run, callback), static_argnums=1, static_argnames="m", donate_argnums=0)
+    return lambda x: jitted(x + 0, 2, m=3)
+
+
+def prng_key(callback: Any) -> Any:
+    run = lox.tap(lambda key, x: (lox.log({"x": x, "key": key}), jax.random.fold_in(key, 1))[1], callback)
+    jitted = jax.jit(run)
+    return lambda x: jitted(jax.random.key(3), x)
+
+
+def in_a_branch(callback: Any) -> Any:
+    run = lambda x: lax.cond(x.sum() > 2, lambda x: (lox.log({"x": x}), x)[1], lambda x: -x, x)  # noqa: E731
+    return jax.jit(lox.tap(run, callback))
+
+
+def differentiated(callback: Any) -> Any:
+    return jax.jit(jax.value_and_grad(lox.tap(lambda x: (lox.log({"x": x}), (x**2).sum())[1], callback)))
+
+
+def a_jit_inside_of_vmap(callback: Any) -> Any:
+    return jax.vmap(tapped(callback))
+
+
+def watched(callback: Any) -> Any:
+    return jax.jit(lox.tap(lox.watch(lambda x: (lox.log({"x": x}), x + 1)[1]), callback))
+
+
+CALLING = {
+    "tap": tapped,
+    "a buffer": in_a_loop,
+    "lanes": with_lanes,
+    "no results": without_results,
+    "constants": with_constants,
+    "donated and static": donated_and_static,
+    "a PRNG key": prng_key,
+    "a branch": in_a_branch,
+    "grad": differentiated,
+    "vmap of a jit": a_jit_inside_of_vmap,
+    "watch": watched,
+}
+
+
+def as_lists(tree: Any) -> Any:
+    """The numbers in a tree, without the axes of logs."""
+
+    def plain(x: Any) -> Any:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x).tolist()
+
+    return jax.tree.map(plain, (dict(tree), tree.steps) if isinstance(tree, lox.logdict) else tree)
+
+
+@pytest.mark.parametrize("calling", CALLING.values(), ids=CALLING)
+def test_cpp_calls_programs_that_call_the_host(calling: Callable[..., Any], missed: list[Any]) -> None:
+    """Each call has the events and the results of one in a function that is new, in order."""
+    events: list[Any] = []
+    xs = [jnp.arange(3.0) + n for n in range(6)]
+    expected, results = [], []
+    for x in xs:
+        results.append(calling(lambda logs: expected.append(as_lists(logs)))(x))
+    jax.effects_barrier()
+    f = calling(lambda logs: events.append(as_lists(logs)))
+    first = f(xs[0])
+    before = len(missed)
+    outs = [first, *[f(x) for x in xs[1:]]]
+    dispatched = [executable for executable in missed[before:] if executable is not None]  # None: JAX maps it first
+    jax.effects_barrier()
+    assert events == expected
+    assert as_lists(outs) == as_lists(results)
+    if HAS_CONSTANTS:
+        assert dispatched == []
+
+
+def test_what_cpp_calls_outside_is_seen_by_transformations(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Any] = []
+    monkeypatch.setattr(lox.config, "sink", lambda logs: printed.append(float(logs["x"])))
+    f, x = logging(step=1), jnp.float32(1)
+    inside = tapped(lambda logs: printed.append(-float(logs["x"])))
+    for _ in range(3):
+        f(f(x))
+        inside(x)
+        jax.effects_barrier()
+        assert printed == [1, 2, -1]
+        assert lox.spool(f)(x)[1]["x"] == 1
+        assert lox.spool(lambda x: f(f(x)))(x)[1]["x"].tolist() == [1, 2]
+        assert lox.spool(jax.vmap(f))(x[None])[1]["x"].tolist() == [1]
+        assert lox.nolog(lambda x: f(f(x)))(x) == 4
+        assert lox.spool(jax.jit(lambda x: f(f(x))))(x)[1]["x"].tolist() == [1, 2]
+        jax.effects_barrier()
+        assert printed == [1, 2, -1]
+        assert lox.spool(lambda x: inside(inside(x)))(x)[1]["x"].tolist() == [1, 2]
+        jax.effects_barrier()
+        assert printed == [1, 2, -1, -1, -2]
+        printed.clear()
+
+
+def test_those_who_wait_for_effects_wait_for_what_cpp_has_called() -> None:
+    """On a CPU, calls return only after their callbacks: see the next test."""
+    events: list[float] = []
+
+    def slow(logs: Any) -> None:
+        time.sleep(0.05)
+        events.append(float(logs["x"][0]))
+
+    f = in_a_loop(slow)
+    for _ in range(3):
+        events.clear()
+        f(jnp.float32(0))
+        jax.effects_barrier()
+        assert events == [0, 2, 4]
+
+
+@pytest.mark.skipif(not HAS_CONSTANTS, reason="C++ calls none of them")
+def test_what_cpp_has_called_last_on_each_device_is_waited_for() -> None:
+    f = tapped(lambda logs: None)
+    xs = [jax.device_put(jnp.arange(3.0), device) for device in jax.devices()[:2]]
+    for x in xs:
+        f(x)  # from Python
+    jax.effects_barrier()
+    assert runtime_tokens.output_runtime_tokens == {}
+    known: list[Any] = []
+    for _ in range(2):
+        for x in xs:
+            f(x)
+        now = runtime_tokens.output_runtime_tokens
+        assert now.keys() == {x.device for x in xs}
+        assert all(token.device is device and all(token is not x for x in known) for device, token in now.items())
+        known += now.values()
+    jax.effects_barrier()
+    assert runtime_tokens.output_runtime_tokens == {}
+
+
+@pytest.mark.skipif(not HAS_CONSTANTS, reason="C++ calls none of them")
+def test_what_cpp_calls_leaves_no_failure_of_an_earlier_program_behind() -> None:
+    """On a GPU, the token of a program that has failed is still there when the next one is called."""
+
+    class Failed:
+        def block_until_ready(self) -> None:
+            raise ValueError("an earlier program has failed")
+
+    f = tapped(lambda logs: None)
+    f(jnp.float32(1))
+    jax.effects_barrier()
+    runtime_tokens.set_token_result(order_effect, Failed())
+    f(jnp.float32(1))
+    jax.effects_barrier()
+
+
+def test_an_error_waits_for_the_barrier_beside_other_programs() -> None:
+    """A program that C++ has called fails later, and meanwhile JAX calls another one with effects from Python."""
+    slow = jax.jit(lambda x: lax.fori_loop(0, 500, lambda _, c: jnp.sin(c @ x) / 300, x))
+    other = jax.jit(lambda x: (jax.debug.callback(lambda x: None, x), x)[1])
+    failing = False
+
+    def fail(logs: Any) -> None:
+        if failing:
+            raise KeyError("boom")
+
+    f, x = tapped(fail), jnp.ones((200, 200))
+    for _ in range(2):
+        f(slow(x))
+        other(1.0)
+    jax.effects_barrier()
+    failing = True
+    with pytest.raises(KeyError, match="boom"), lox.reraise():
+        f(slow(x))
+        other(1.0)
+        jax.effects_barrier()
+    failing = False
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # once more on 0.11, with or without lox's dispatch
+        jax.effects_barrier()
+    f(x)
+    jax.effects_barrier()
+
+
+def test_a_callback_that_fails_in_a_program_that_cpp_calls() -> None:
+    events: list[float] = []
+
+    def fail(logs: Any) -> None:
+        if logs["x"] > 5:
+            raise KeyError("too large")
+        events.append(float(logs["x"]))
+
+    f = tapped(fail)
+    for x in (1.0, 2.0, 9.0, 3.0, 8.0, 4.0):
+        if x > 5:
+            with pytest.raises(KeyError, match="too large"), lox.reraise():
+                jax.block_until_ready(f(jnp.float32(x)))
+                jax.effects_barrier()
+        else:
+            f(jnp.float32(x))
+            jax.effects_barrier()
+    jax.effects_barrier()
+    assert events == [1, 2, 3, 4]
+
+
+def test_programs_with_other_effects_are_not_called_by_cpp() -> None:
+    events: list[Any] = []
+
+    def run(x: Any) -> Any:
+        lox.log({"x": x})
+        jax.debug.callback(lambda x: events.append(("debug", float(x))), x, ordered=True)
+        return x * 2
+
+    f = jax.jit(lox.tap(run, lambda logs: events.append(("lox", float(logs["x"])))))
+    for n in range(4):
+        f(jnp.float32(n))
+    jax.effects_barrier()
+    assert sorted(events) == sorted([(name, n) for name in ("lox", "debug") for n in range(4)])
+
+
+def test_nans_are_found_in_programs_that_call_the_host() -> None:
+    f = jax.jit(lox.tap(lambda x: (lox.log({"x": x}), jnp.log(x))[1], lambda logs: events.append(float(logs["x"]))))
+    events: list[float] = []
+    for _ in range(2):
+        f(jnp.float32(-1))
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+            f(jnp.float32(-1))
+        f(jnp.float32(2))
+    jax.effects_barrier()
+    assert [x for x in events if x == 2] == [2, 2]
+
+
+def test_nothing_of_a_program_that_calls_the_host_is_kept_alive() -> None:
+    def run() -> list[Any]:
+        array = jnp.arange(1000.0)
+        held = jax.jit(lox.tap(lambda x: (lox.log({"x": x}), x + array)[1], lambda logs: None))
+        for _ in range(3):
+            out = held(array)
+        jax.effects_barrier()
+        return [weakref.ref(x) for x in (out, held, array)]
+
+    alive = run()
+    gc.collect()
+    assert [ref() is None for ref in alive] == [True] * len(alive)
+
+
+def test_threads_wait_for_their_own_programs() -> None:
+    events: list[float] = []
+    f = tapped(lambda logs: events.append(float(logs["x"])))
+    f(jnp.float32(-1))
+    jax.effects_barrier()
+    events.clear()
+
+    def run(start: float) -> None:
+        for n in range(20):
+            f(jnp.float32(start + n))
+        jax.effects_barrier()
+
+    threads = [threading.Thread(target=run, args=(100.0 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(events) == [100.0 * t + n for t in range(4) for n in range(20)]
+    for t in range(4):
+        assert [x for x in events if x // 100 == t] == [100.0 * t + n for n in range(20)]

@@ -1,9 +1,11 @@
 import copy
+import gc
 import json
 import pickle
 import threading
 import traceback
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +44,20 @@ LANES = f32([[1, -1, 2, -1], [-1, -1, 3, 4]])
 NAN = np.nan
 
 
-@pytest.fixture
-def logs():
-    return lox.spool(run)(f32([1, 2, 4]))[1]
+JITTED = jax.jit(run)
+
+
+@pytest.fixture(params=["a Python function", "a jitted function", "a jit around"])
+def logs(request):
+    """Those of a jitted function have their steps only once somebody looks at them."""
+    transformed = {
+        "a Python function": lox.spool(run),
+        "a jitted function": lox.spool(JITTED),
+        "a jit around": jax.jit(lox.spool(run)),
+    }
+    for _ in range(2):
+        logs = transformed[request.param](f32([1, 2, 4]))[1]
+    return logs
 
 
 def to_numpy(logs):
@@ -119,6 +132,111 @@ def test_a_copy_is_independent(logs):
     new.steps["step"]["x"] = 0
     same(logs["x"], f32([1, 2, 4]))
     same(logs.step["x"], i32([0, 1, 2]))
+
+
+def test_what_is_set_before_anything_is_read_stays():
+    for name in ("steps", "dropped", "note"):
+        for _ in range(2):
+            _, logs = lox.spool(JITTED)(f32([1, 2, 4]))
+        setattr(logs, name, {"mine": {"x": 5}})
+        assert getattr(logs, name) == {"mine": {"x": 5}}
+        assert getattr(copy.copy(logs), name) == {"mine": {"x": 5}}
+        assert list(logs.valid) == []
+        assert logs._layout("n").ndims == (0,)
+    del logs["n"], logs["total"]
+    logs["x"] = logs["x"] + 1
+    same(logs, {"x": f32([2, 3, 5])})
+    same(logs.step["x"], i32([0, 1, 2]))
+
+
+def test_threads_may_look_at_new_logs_at_once():
+    spooled = lox.spool(JITTED)
+    for _ in range(50):
+        _, logs = spooled(f32([1, 2, 4]))
+        seen, ready = [], threading.Barrier(4)
+
+        def look(logs=logs, ready=ready, seen=seen):
+            ready.wait()
+            seen.append(logs.steps)
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(steps is seen[0] for steps in seen)
+
+
+def test_logs_may_be_looked_at_while_others_are_read():
+    """Garbage is collected at any time, and what is collected may look at its logs."""
+
+    class Trainer:
+        def __init__(self):
+            self.me, self.logs = self, spooled(f32([1, 2, 4]))[1]
+
+        def __del__(self):
+            seen.append(self.logs.steps)
+
+    seen, spooled = [], lox.spool(JITTED)
+    spooled(f32([1, 2, 4]))
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    try:
+        for n in range(1, 60):
+            gc.disable()
+            gc.collect()
+            logs = spooled(f32([1, 2, 4]))[1]
+            Trainer()
+            gc.set_threshold(gc.get_count()[0] + n)
+            gc.enable()
+            same(logs.steps["step"]["x"], i32([0, 1, 2]))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.unfreeze()
+        gc.enable()
+    gc.collect()
+    assert len(seen) == 59
+
+
+@pytest.mark.parametrize("remove", ["pop", "del", "replace", "clear"])
+def test_values_that_are_removed_do_not_stay_alive(remove):
+    f = jax.jit(lambda x: (lox.log({"big": x * 2, "tree": [x * 3, x * 4], "loss": x.sum()}, step=1), x)[1])
+    one = jax.jit(lambda x: (lox.log({"big": x * 2}, step=1), x)[1])
+    for spooled in (lox.spool(f), lox.spool(one)):
+        for _ in range(2):
+            _, logs = spooled(jnp.arange(1000.0))
+        alive = [weakref.ref(x) for key in ("big", "tree") for x in jax.tree.leaves(logs.get(key))]
+        for key in [key for key in logs if key != "loss"]:
+            if remove == "pop":
+                logs.pop(key)
+            elif remove == "del":
+                del logs[key]
+            elif remove == "replace":
+                logs[key] = 0
+        if remove == "clear":
+            logs.clear()
+        assert [x() is None for x in alive] == [True] * len(alive)
+        assert logs._unread is not None
+        assert logs.steps["step"].keys() >= {"big"}
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickle(logs, protocol):
+    new = pickle.loads(pickle.dumps(logs, protocol))
+    same(new, logs)
+    same(new.steps, logs.steps)
+    assert jax.tree.structure(new) == jax.tree.structure(logs)
+
+
+def test_keys_of_a_jitted_function_share_their_step():
+    f = lox.spool(jax.jit(lambda x: (lox.log({"b": x, "a": {"c": x, "d": x + 1}}, step=7), x)[1]))
+    for _ in range(2):
+        _, logs = f(f32(1))
+        assert list(logs) == list(logs.step) == ["b", "a"]
+        same(logs, {"b": f32(1), "a": {"c": f32(1), "d": f32(2)}})
+        assert logs.step["a"] is logs.step["b"]
+        assert logs.step["a"] == 7
 
 
 # --- steps ---

@@ -11,7 +11,19 @@ import lox
 
 ROOT = Path(lox.__file__).parent
 # From the ground up. A module outside of the packages may import everything.
-STOREYS = ["_version", "_errors", "_compat", "_data", "_engine", "_transforms", "store", "loggers", "view", "_command"]
+STOREYS = [
+    "_version",
+    "_errors",
+    "_record",
+    "_compat",
+    "_data",
+    "_engine",
+    "_transforms",
+    "store",
+    "loggers",
+    "view",
+    "_command",
+]
 MODULES = {
     ".".join(["lox", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
@@ -101,7 +113,10 @@ def test_import_is_light() -> None:
     """Programs that only log do not wait for loggers, nor for what those need."""
     with_lox, without = modules_after("import jax, lox"), modules_after("import jax")
     of_lox = {name.split(".")[1] for name in with_lox if name.startswith("lox.")}
-    assert of_lox == {"_compat", "_data", "_engine", "_errors", "_export", "_transforms", "_version", "logify"}
+    rooms = {"_compat", "_data", "_engine", "_errors", "_export", "_record", "_transforms", "_version", "logify"}
+    assert of_lox == rooms
+    transforms = {name.split(".")[2] for name in with_lox if name.startswith("lox._transforms.")}
+    assert transforms == {"_call", "_fold", "_nolog", "_reraise", "_slots", "_spool", "_state"}
     others = {name for name in with_lox - without if name.split(".")[0] not in sys.stdlib_module_names | {"lox"}}
     assert others <= {"jax.export", "jax._src.export.shape_poly_decision"}  # which newer versions import themselves
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import types
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.core
@@ -288,10 +289,8 @@ def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
                 needed.setdefault(var)
         defined.update(eqn.outvars)
     effects = frozenset().union(*[eqn.effects for eqn in eqns])
-    trace = current_trace()
-    staging = isinstance(trace, StagingTrace) and not trace.requires_low and not is_high(jaxpr)
-    if staging and not effects and all(_is_of_type(env[v], v.aval) for v in needed):
-        return _stage_equations(trace, eqns, env)
+    if not effects and _can_stage(jaxpr, needed, env):
+        return _stage_equations(eqns, env)
     outs = [v for eqn in eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
     stretch = split_jaxpr(jaxpr)[0].replace(
         constvars=[],
@@ -306,17 +305,32 @@ def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
     env.update(zip(outs, values, strict=True))
 
 
+def stage_logs(jaxpr: Any, logs: list[Any], env: dict[Any, Any], params: Callable[[Any], Any]) -> bool:
+    """Add equations of logs to the program that is traced, as they are but for their parameters; whether it could."""
+    if not _can_stage(jaxpr, {v: None for log in logs for v in log.invars if isinstance(v, Var)}, env):
+        return False
+    _stage_equations(logs, env, params)
+    return True
+
+
+def _can_stage(jaxpr: Any, needed: Iterable[Any], env: dict[Any, Any]) -> bool:
+    """Whether equations that need these variables can be added to the program that is traced."""
+    trace = current_trace()
+    staging = isinstance(trace, StagingTrace) and not trace.requires_low and not is_high(jaxpr)
+    return staging and all(_is_of_type(env[v], v.aval) for v in needed)
+
+
 def _is_of_type(x: Any, aval: Any) -> bool:
     return isinstance(x, Tracer) and jax.typeof(x) == aval  # not a constant, with which JAX may evaluate equations
 
 
-def _stage_equations(trace: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
+def _stage_equations(eqns: list[Any], env: dict[Any, Any], params: Callable[[Any], Any] | None = None) -> None:
     """Add equations whose operands are of the types they had to the program that is traced, as they are.
 
     JAX does so with those of an inlined jit: evaluating them takes several times as long, only to find the types of
     their results again. (Its own function for that would replace their source lines by the current one.)
     """
-    around = _extend.current_name_stack()
+    trace, around = current_trace(), _extend.current_name_stack()
     for eqn in eqns:
         info = eqn.source_info.replace(name_stack=around + eqn.source_info.name_stack)
         args = [
@@ -324,7 +338,8 @@ def _stage_equations(trace: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
             for v in eqn.invars
         ]
         types = [v.aval for v in eqn.outvars]
-        outs = trace.emit_eqn(args, types, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
+        changed = eqn.params if params is None else params(eqn)
+        outs = trace.emit_eqn(args, types, eqn.primitive, changed, eqn.effects, info, eqn.ctx)
         env.update(zip(eqn.outvars, outs, strict=True))
 
 

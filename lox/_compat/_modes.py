@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax._src import core as _core
 
-from lox._compat._traces import eval_trace
+from lox._compat._traces import checks, eval_trace
 
 
 def own_transfers() -> Any:
@@ -49,12 +49,12 @@ def has_64_bits(arrays: Iterable[Any]) -> bool:
 
 def is_checking_calls() -> bool:
     """Whether JAX checks every call of a jitted function, for NaNs or for PRNG keys that are used twice."""
-    return _nans.value or _infs.value or jax.config.jax_debug_key_reuse  # pyright: ignore[reportAttributeAccessIssue]
+    return checks.value
 
 
 def is_usual() -> bool:
-    """Whether operations run immediately, outside of all transformations, and nothing is being debugged."""
-    return _core.trace_ctx.trace is eval_trace and not (_nans.value or _infs.value)
+    """Whether operations run immediately, outside of all transformations, and JAX checks nothing."""
+    return _core.trace_ctx.trace is eval_trace and not checks.value
 
 
 # What these contexts set can be read from them in half the time that `jax.config` takes.

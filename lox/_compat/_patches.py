@@ -35,13 +35,13 @@ from jax._src import pjit, sharding_impls
 from jax._src.dispatch import runtime_tokens as _runtime_tokens
 from jax._src.interpreters import ad as internal_ad
 from jax._src.interpreters import mlir as internal_mlir
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import partial_eval, pxla
 from jax._src.lax.control_flow import loops
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
 from lox._compat import _extend
-from lox._compat._effects import log_effect, order_effect
+from lox._compat._effects import emit_effect, log_effect, order_effect
 from lox._compat._jaxprs import LogMark, first_log, is_jax_own, out_avals
 from lox._compat._modes import own_transfers, stack
 from lox._compat._parameters import wrap_rule
@@ -49,8 +49,8 @@ from lox._compat._traces import (
     OUTSIDE,
     Tracer,
     Var,
+    checks,
     dispatch_context,
-    make_jit_key,
     set_current_trace,
     underneath,
 )
@@ -136,24 +136,32 @@ class Program:
             return None
         if self.receive is None:
             return None if arrays else original(self.executable, out_tree, args, outs, *self.rest)
-        receiver = _Receiver(out_tree, self.receive)
-        leaves, tree = jax.tree.flatten(_WithEvents((*outs, *arrays), receiver))
-        data = original(self.executable, tree, args, leaves, *self.rest)  # which unflattens it too
-        receiver.is_ready = True
-        return data
+        results = slice(len(outs))
+        receiver = _Receiver(out_tree, results, slice(len(outs), None), self.receive)
+        return receiver.data(original, self.executable, args, (*outs, *arrays), *self.rest)
 
 
 class _Receiver:
-    def __init__(self, out_tree: Any, receive: Any):
-        self.unflatten, self.results = out_tree.unflatten, out_tree.num_leaves
-        self.receive, self.is_ready = receive, False
+    """Who gets some of the arrays that a program returns whenever C++ calls it."""
+
+    is_ready = False
+
+    def __init__(self, out_tree: Any, results: slice, rest: slice, receive: Any):
+        self.unflatten, self.results, self.rest, self.receive = out_tree.unflatten, results, rest, receive
+
+    def data(self, original: Any, executable: Any, args: Any, outs: Sequence[Any], *rest: Any) -> Any:
+        """What C++ needs to call the program, which has just returned these arrays."""
+        leaves, tree = jax.tree.flatten(_WithMore(tuple(outs), self))
+        data = original(executable, tree, args, leaves, *rest)  # which unflattens it too
+        self.is_ready = True
+        return data
 
 
 @jax.tree_util.register_pytree_node_class
-class _WithEvents:
-    """The results of a function, and the arrays of its events.
+class _WithMore:
+    """The results of a function, and arrays that are not its results: those of its events, or a token.
 
-    C++ makes one of what a program has returned, by which the events are handed over, and gets the results.
+    C++ makes one of what a program has returned, by which these are handed over, and gets the results.
     """
 
     def __init__(self, arrays: tuple[Any, ...], receiver: _Receiver):
@@ -166,8 +174,8 @@ class _WithEvents:
     def tree_unflatten(cls, receiver: _Receiver, arrays: Any) -> Any:
         if not receiver.is_ready:
             return cls(arrays, receiver)
-        receiver.receive(arrays[receiver.results :])  # first: the user's classes may raise
-        return receiver.unflatten(arrays[: receiver.results])
+        receiver.receive(arrays[receiver.rest])  # first: the user's classes may raise
+        return receiver.unflatten(arrays[receiver.results])
 
 
 class _Noting(threading.local):
@@ -202,10 +210,46 @@ def _may_be_taken_over(executable: Any, outs: Sequence[Any]) -> bool:
 
 def _without_effects(executable: Any) -> Any:
     call = copy.copy(executable.unsafe_call)
-    call.has_unordered_effects = False
+    call.has_unordered_effects, call.ordered_effects = False, []
     executable = copy.copy(executable)
     executable._unsafe_call = call
     return executable
+
+
+def _with_token(original: Any, executable: Any, out_tree: Any, args: Any, outs: Any, effects: Any, *rest: Any) -> Any:
+    """What C++ needs to call a program that calls the host in order, and has just run. None if C++ cannot call it.
+
+    JAX passes tokens from Python. But every program of lox begins with the same one, which C++ takes for a constant of
+    the program; and the one that comes back is kept where JAX keeps what `jax.effects_barrier` waits for.
+    """
+    call, token = executable.unsafe_call, _runtime_tokens.current_tokens.get(order_effect)
+    if call.ordered_effects != [order_effect] or not {*effects} <= {log_effect, emit_effect, order_effect}:
+        return None
+    # A program with one device in this process may have others elsewhere.
+    if token is None or len(call._local_devices) > 1 or jax.process_count() > 1 or call.mut is not None:
+        return None
+    (device,), returned = call._local_devices, token._buf
+    first = _runtime_tokens.get_token_input(order_effect, call._local_devices)._buf
+    _runtime_tokens.set_token_result(order_effect, token)
+    receiver = _Receiver(out_tree, slice(1, None), slice(1), functools.partial(_keep_token, device, type(token)))
+    data = receiver.data(original, _without_effects(executable), args, (returned, *outs), effects, *rest)
+    return data and data._replace(
+        in_shardings=[first.sharding, *data.in_shardings],
+        out_shardings=[returned.sharding, *data.out_shardings],
+        kept_var_bitvec=[True, *data.kept_var_bitvec],
+        in_device_local_layouts=[None, *data.in_device_local_layouts],
+        const_args=[first, *data.const_args],
+    )
+
+
+def _keep_token(device: Any, kind: type, arrays: Sequence[Any]) -> None:
+    # As JAX does: by device, since programs on two of them may end in any order, and by effect, where no program of
+    # others replaces it, with the error if it has failed. All that JAX does with either is to wait until it is ready.
+    _runtime_tokens.output_runtime_tokens[device] = arrays[0]
+    _runtime_tokens.current_tokens[order_effect] = kind(arrays[0])
+
+
+_HAS_CONSTANTS = "const_args" in pxla.MeshExecutableFastpathData._fields  # since 0.8
 
 
 def watch_dispatch(check: Any) -> None:
@@ -226,12 +270,14 @@ def watch_dispatch(check: Any) -> None:
                 return original(executable, out_tree, args, outs, effects, *rest)
             trace.offer = None
             return program.data(original, out_tree, args, outs)
-        marks = _marks_of(executable)
+        marks, is_outside = _marks_of(executable), dispatch_context() is OUTSIDE
+        if is_outside and {*effects} <= {log_effect} and marks and all(mark.is_silent for mark in marks):
+            return original(_without_effects(executable), out_tree, args, outs, effects, *rest)
         if marks:
-            is_silent = all(mark.is_silent for mark in marks) and {*effects} <= {log_effect}
-            if is_silent and dispatch_context() is OUTSIDE:
-                return original(_without_effects(executable), out_tree, args, outs, effects, *rest)
             check(marks[0], sys._getframe())
+        if is_outside and order_effect in effects and _HAS_CONSTANTS:
+            return _with_token(original, executable, out_tree, args, outs, effects, *rest)
+        if marks:
             return None
         data = original(executable, out_tree, args, outs, effects, *rest)
         if data is not None and _noting.into is not None and _may_be_taken_over(executable, outs):
@@ -239,9 +285,6 @@ def watch_dispatch(check: Any) -> None:
         return data
 
     pjit._get_fastpath_data = _get_fastpath_data
-
-
-_is_checking = make_jit_key("lox_is_checking")
 
 
 def _tell_cpp_of_checks() -> None:
@@ -260,12 +303,12 @@ def _tell_cpp_of_checks() -> None:
             if on_this_thread is not None:
                 on_this_thread(value)
             is_set = any(s.get_local() is not unset for s in states)
-            _is_checking.set_local(any(s.value for s in states) if is_set else unset)
+            checks.set_local(any(s.value for s in states) if is_set else unset)
 
         def update_everywhere(value: Any) -> None:
             if everywhere is not None:
                 everywhere(value)
-            _is_checking.set_global(any(s.get_global() for s in states))
+            checks.set_global(any(s.get_global() for s in states))
 
         state._add_hooks(update_everywhere, update_this_thread)
 

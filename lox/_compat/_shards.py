@@ -1,6 +1,5 @@
 """shard_map outside of jit."""
 
-import dataclasses
 from typing import Any
 
 import jax.core
@@ -11,6 +10,7 @@ from jax._src.sharding_impls import _internal_use_concrete_mesh
 
 from lox._compat._traces import Primitive, set_current_trace
 from lox._compat._types import aval_of, varying_axes
+from lox._record import record
 
 # There JAX runs the body one primitive at a time, each as its own jitted shard_map on arrays with a leading axis for
 # the devices. These calls bypass all traces, except for a primitive that has a rule in `eager_rules`.
@@ -43,7 +43,7 @@ def bind_on_shards(shards: Any, around: Any, primitive: Any, params: dict[str, A
     return outs[0] if one else outs
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class _OnShards:
     """A primitive on arrays with a leading axis for the devices; compared by value, so that jit's cache finds it."""
 

@@ -38,9 +38,12 @@ class Primitive(_extend.Primitive):
         return super().bind(*args, **params)
 
 
+tracing: Any = _core.trace_ctx  # of this thread: `tracing.trace` interprets operations right now
+
+
 def current_trace() -> Any:
     """The trace that interprets operations right now."""
-    return _core.trace_ctx.trace  # `take_current_trace` takes a microsecond
+    return tracing.trace  # `take_current_trace` takes a microsecond
 
 
 def _find_eval_trace() -> Any:
@@ -98,6 +101,9 @@ def make_jit_key(name: str) -> Any:
 
 
 _dispatch_context = make_jit_key("lox_dispatch_context")
+# Whether JAX checks every call of a jitted function, for NaNs, infinities or PRNG keys that are used twice: part of the
+# key of C++ dispatch too.
+checks: Any = make_jit_key("lox_checks")
 OUTSIDE = None  # the dispatch context if no trace of lox is around
 INSIDE = "inside of lox"  # the one in which no program that logs is dispatched by C++
 

@@ -25,6 +25,7 @@ from lox._data import _arrays, _axes, _lanes
 from lox._data._arrays import missing_step, numpy_for, promote, slice_events, zeros
 from lox._data._axes import EVENT
 from lox._data._lanes import Laned, Lanes
+from lox._record import record
 
 Keys = tuple[str, ...]
 
@@ -38,7 +39,7 @@ class Site(str):
 
 
 @jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Bundle:
     """Events of some keys: arrays `(event, *lanes, *item)`, or `(*lanes, *item)` if `single`.
 
@@ -351,7 +352,7 @@ def every(bundle: Bundle, interval: int, seen: int | Laned) -> tuple[Bundle, int
     return dataclasses.replace(bundle, valid=due), upcoming
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Shape:
     """What the events of alternative branches have in common once they are padded."""
 

@@ -5,7 +5,6 @@ flag for every vmap around the log, outermost first, that says whether the array
 `(True, False)` has the shape `(outer, *item)`. Outside of a shard_map its devices count as another, outermost lane.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,9 +13,10 @@ import jax.numpy as jnp
 
 from lox import _compat
 from lox._data import _axes
+from lox._record import record
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Vmap:
     """The flag of a vmap with a name, which distinguishes it from others of the same size."""
 

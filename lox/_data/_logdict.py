@@ -93,8 +93,12 @@ class logdict(dict[str, Any]):
         dropped: For each key with a capacity, how many events did not fit.
     """
 
+    # Not in `__dict__`, which logs that a program has returned need not have until somebody looks at their steps.
+    __slots__ = ("__dict__", "_unread")
+
     steps: dict[str, dict[str, Any]]
     dropped: dict[str, Any]
+    _unread: "list[Any] | None"  # a recipe, and what it makes the attributes of
     _padded: "logdict | None" = None  # the logs to compact on first access
     _valid: dict[str, Any]
     _layouts: dict[str, Layout]
@@ -120,6 +124,10 @@ class logdict(dict[str, Any]):
         if self._padded is not None:
             self._settle()
             return getattr(self, name)
+        if name == "_unread":
+            return None  # type: ignore[return-value]
+        if self._read() or name in self.__dict__:  # another thread may just have read it
+            return getattr(self, name)
         if name.startswith("_") or "steps" not in self.__dict__:
             raise AttributeError(name)
         if name in self.steps:
@@ -130,6 +138,33 @@ class logdict(dict[str, Any]):
             hint = f" {name!r} is a key: `logs[{name!r}]`."
         # With `name`, or Python would add its own suggestion.
         raise _errors.StepError(f"these logs have no step {name!r}. {known}{hint}", name=name)
+
+    def _read(self) -> bool:
+        """Make the attributes of logs that a program of lox's own has returned; whether there was something to do.
+
+        Every call of a spooled function makes logs, and most of those who call it look at their values only.
+        """
+        arrays = self._unread
+        if arrays is None:
+            return False
+        attributes = self.__dict__
+        for name, value in arrays[0].read(arrays).items():
+            # What the user has set stays, and what another thread has read, or this one while it collected garbage. Not
+            # by a lock, for which that would have to wait for ever.
+            attributes.setdefault(name, value)
+        self._unread = None
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `pickle` and `copy`: the attributes, which are then there."""
+        self._read()
+        return self.__dict__
+
+    @property
+    def _may_be_ragged(self) -> bool:
+        """Whether events of some keys may not have happened, or not have fitted."""
+        arrays = self._unread
+        return bool(self._valid or self.dropped) if arrays is None else arrays[0].is_ragged
 
     def __getitem__(self, key: str) -> Any:
         # Like the methods of `_settling`, but faster, as it is called all the time.
@@ -683,55 +718,84 @@ def _unflatten(structure: Structure, children: Any) -> logdict:
     """The inverse of `logdict.tree_flatten_with_keys`."""
     # Not by `__init__`, which would copy: every call of a spooled function comes through here. So its results share
     # their layouts, which nothing changes in place but what has made them.
-    logs, layouts, values = _new(logdict), structure.layouts, children[0]
+    logs, values = _new(logdict), children[0]
     if structure.is_sorted:
         _update(logs, values)
     else:
-        for key in layouts:
+        for key in structure.layouts:
             _set(logs, key, values[key])
-        children = (values, {name: _in_order(steps, layouts) for name, steps in children[1].items()}, *children[2:])
-    if len(children) == 2:
-        logs.__dict__ = {"steps": children[1], "_valid": {}, "dropped": {}, "_layouts": layouts}
-    else:
-        logs.__dict__ = {"steps": children[1], "_valid": children[2], "dropped": children[3], "_layouts": layouts}
+    logs.__dict__ = _attributes(structure, children[1:])
     return logs
+
+
+def _attributes(structure: Structure, rest: Sequence[Any]) -> dict[str, Any]:
+    """The attributes of a logdict whose steps, and if there are any whose `valid` and `dropped`, are these."""
+    steps, layouts = rest[0], structure.layouts
+    if not structure.is_sorted:
+        steps = {name: _in_order(by_key, layouts) for name, by_key in steps.items()}
+    if len(rest) == 1:
+        return {"steps": steps, "_valid": {}, "dropped": {}, "_layouts": layouts}
+    return {"steps": steps, "_valid": rest[1], "dropped": rest[2], "_layouts": layouts}
 
 
 jax.tree_util.register_pytree_with_keys(logdict, logdict.tree_flatten_with_keys, _unflatten)
 
 
-class Returned:
-    """Logs as a program of ours returns them: a step that many keys share is one result of it.
+@jax.tree_util.register_static
+class Recipe:
+    """How to make logs of the arrays that a program of lox's own returns, after the recipe: no array itself.
 
-    A logdict has an array for every key, since which of them are the same one must not be part of its structure.
+    There, a step that many keys share is one array. A logdict that the user's program returns has one for every key,
+    since which of them are the same must not be part of its structure.
     """
 
-    def __init__(self, values: dict[str, Any], different: list[Any], form: Any):
-        self._values, self._different, self._form = values, different, form
+    __slots__ = ("_end", "_numbers", "_only_key", "_rest", "_structure", "_treedefs", "is_ragged", "keys")
+
+    def __init__(self, structure: Structure, values: list[Any], rest: Any, numbers: tuple[int, ...], is_ragged: bool):
+        self.keys, self.is_ragged = tuple(structure.layouts), is_ragged
+        self._structure, self._rest, self._numbers = structure, rest, numbers
+        self._treedefs = None if all(treedef == SINGLE for treedef in values) else values
+        self._only_key = self.keys[0] if values == [SINGLE] else None
+        self._end = 1 + sum(treedef.num_leaves for treedef in values)
 
     @classmethod
-    def of(cls, logs: logdict) -> "Returned":
-        """Take apart a logdict."""
-        ((_, values), *rest), structure = logs.tree_flatten_with_keys()
+    def of(cls, logs: logdict) -> list[Any]:
+        """Take apart a logdict: a recipe, and arrays."""
+        (_, *rest), structure = logs.tree_flatten_with_keys()
+        arrays, values = [], []
+        for key in structure.layouts:
+            leaves, treedef = jax.tree.flatten(logs[key])
+            arrays += leaves
+            values.append(treedef)
         leaves, tree = jax.tree.flatten(tuple([child for _, child in rest]))
         different = {id(x): x for x in leaves}
-        number = {known: n for n, known in enumerate(different)}
-        return cls(values, list(different.values()), (structure, tree, tuple([number[id(x)] for x in leaves])))
+        number = {known: n for n, known in enumerate(different, 1)}
+        numbers = tuple([number[id(x)] for x in leaves])
+        return [cls(structure, values, tree, numbers, len(rest) > 1), *arrays, *different.values()]
 
-    def logs(self) -> logdict:
-        """The logdict, in which keys share what they shared."""
-        structure, tree, numbers = self._form
-        different = self._different
-        return _unflatten(structure, (self._values, *tree.unflatten([different[n] for n in numbers])))
+    def logs(self, arrays: list[Any]) -> logdict:
+        """The logdict, in which keys share what they shared. Only values are there at once: see `logdict._read`."""
+        logs = _new(logdict)
+        # Values leave the list: those that the user removes must not stay alive.
+        if (key := self._only_key) is not None:
+            _set(logs, key, arrays.pop(1))  # in half the time
+        else:
+            values = arrays[1 : self._end]
+            del arrays[1 : self._end]
+            if self._treedefs is None:
+                _update(logs, zip(self.keys, values))  # noqa: B905, which takes longer
+            else:
+                rest = iter(values)
+                for key, treedef in zip(self.keys, self._treedefs, strict=True):
+                    _set(logs, key, treedef.unflatten([next(rest) for _ in range(treedef.num_leaves)]))
+        logs._unread = arrays
+        return logs
 
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """Arrays, and what they are."""
-        return (self._values, self._different), self._form
+    def read(self, arrays: list[Any]) -> dict[str, Any]:
+        """The attributes of the logdict, of what is left of the list."""
+        rest = self._rest.unflatten([arrays[n] for n in self._numbers])
+        return _attributes(self._structure, rest)
 
-
-jax.tree_util.register_pytree_node(
-    Returned, Returned.tree_flatten, lambda form, children: Returned(children[0], children[1], form)
-)
 
 plotter: Callable[..., Any] | None = None  # `lox.plot`, which is storeys above
 

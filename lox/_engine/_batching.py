@@ -37,7 +37,7 @@ _STRUCTURE: Any = {"static": True}  # not arrays
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Slot:
     """A recorded event."""
 
@@ -56,7 +56,7 @@ class Slot:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Repeat:
     """The recorded events of a loop: every array inside has an additional leading axis."""
 

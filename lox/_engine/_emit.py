@@ -31,6 +31,7 @@ from lox._data._bundle import Bundle, Keys, Site
 from lox._data._lanes import Laned, is_laned, pick, unnamed, with_lane
 from lox._data._logdict import SINGLE, Layout, logdict
 from lox._engine import _devices
+from lox._record import record
 
 # Takes the packet of one call, and the token, inverted if events are unordered. May return another token, or what
 # `ask` asks for.
@@ -172,7 +173,7 @@ class Content(NamedTuple):
     dropped: dict[str, Laned]
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Form:
     """Everything about a packet but its arrays, which are the operands of `emit_p`."""
 
@@ -381,7 +382,7 @@ def packet_of(content: Content) -> Packet:
     return Packet(unpacker_of(form, tuple([x.ndim for x in arrays])), arrays, eager=True)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Part:
     """Where the arrays of a bundle are among those of a packet."""
 

@@ -1,17 +1,19 @@
 """One execution of `lox.log`: its static part, its arrays, and its conversion to and from operands of a primitive."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 from lox._data import _arrays, _reduce
 from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Flags, Laned
+from lox._record import record
 
 PyTreeDef = Any
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Meta:
     """The static part of an event: everything but its arrays.
 
@@ -31,8 +33,13 @@ class Meta:
     site: str
     flags: tuple[Flags, ...]
 
+    @functools.cached_property
+    def as_seen(self) -> "Meta":
+        """The same of an event that was seen."""
+        return self if self.seen else dataclasses.replace(self, seen=True)
 
-@dataclasses.dataclass(frozen=True)
+
+@record
 class Event:
     """One execution of `lox.log`, as handlers see it."""
 
@@ -48,6 +55,7 @@ class Event:
     site: str
     scope: str = ""  # the names of the scopes around it, as a prefix
     own: bool = False  # whether nobody else has its arrays
+    meta: Meta | None = None  # its static part, if it is as it was logged
 
     @classmethod
     def from_operands(cls, meta: Meta, operands: Iterable[Any], scope: str = "", own: bool = False) -> "Event":
@@ -71,12 +79,15 @@ class Event:
             site=meta.site,
             scope=scope,
             own=own,
+            meta=meta,
         )
 
     def to_operands(self, seen: bool = False) -> tuple[list[Any], Meta]:
         """The inverse of `from_operands`; the event may be `seen` from now on."""
         laned = [x for leaves in self.values.values() for x in leaves] + list(self.steps.values())
         laned += [x for x in (self.weight, self.valid) if x is not None]
+        if self.meta is not None:
+            return [x.tree for x in laned], self.meta.as_seen if seen else self.meta
         meta = Meta(
             keys=tuple(self.values),
             treedefs=tuple(self.treedefs[k] for k in self.values),
@@ -94,7 +105,7 @@ class Event:
 
     def replace(self, **changes: Any) -> "Event":
         """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **changes, meta=None)
 
     def only(self, keys: Iterable[str]) -> "Event":
         """The part of the event that concerns these keys."""

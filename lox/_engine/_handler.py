@@ -21,9 +21,10 @@ from lox._data import _arrays
 from lox._engine._event import Event, Meta
 from lox._engine._primitive import bind, log_p
 from lox._engine._selection import Logged, Names
+from lox._record import record
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Tally:
     """How many events of one key there will be, as far as is known without running anything."""
 
@@ -49,6 +50,11 @@ class Handler:
     @property
     def foresees(self) -> bool:
         """Whether it has to know how many events come: whether it has the methods `before` and `after`."""
+        return False
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether every log flows on, marked as seen, before anything else; `frame.passed_on` says that it has."""
         return False
 
     @property
@@ -212,15 +218,15 @@ class ProgramSource:
     def __init__(self, types: Any, keys: dict[str, bool], scope: str):
         self.types, self.structure = types, jax.tree.structure(types)
         self.keys = keys  # each with whether it is certain to have an event
-        self._scope = scope
+        self.scope = scope
         self._in_scope: dict[str, ProgramSource] = {scope: self}
 
     def in_scope(self, scope: str) -> "ProgramSource":
         """The same if the program is called in another scope."""
         known = self._in_scope.get(scope)
         if known is None:
-            assert all(key.startswith(self._scope) for key in self.keys)
-            rename = lambda key: scope + key.removeprefix(self._scope)  # noqa: E731
+            assert all(key.startswith(self.scope) for key in self.keys)
+            rename = lambda key: scope + key.removeprefix(self.scope)  # noqa: E731
             types = [dataclasses.replace(bundle, keys=tuple(map(rename, bundle.keys))) for bundle in self.types]
             keys = {rename(key): certain for key, certain in self.keys.items()}
             known = ProgramSource(types, keys, scope)
@@ -311,6 +317,7 @@ class Frame:
         self.times: dict[Any, int] = {}  # how often each log was taken outside of programs, if it changes the state
         self._forms: dict[Any, Any] = {}  # of events outside of programs that became pieces, and how they did
         self.models: dict[str, Any] = {}  # earlier events of each key, which later ones must fit
+        self.passed_on = False  # whether the logs that are taken have been bound again
         self.fresh = False  # whether it is an iteration in which no other block has changed the state yet
         self.eqn_scope = scope
         self.place: Place | None = None  # of the current equation, if it is in a jaxpr
@@ -464,7 +471,8 @@ class receiving:
 def receive(source: ProgramSource, arrays: Sequence[Any]) -> None:
     """Take the events of a program that C++ has called."""
     frame = inside.frame
-    source = source.in_scope(frame.here())
+    if (here := frame.here()) != source.scope:
+        source = source.in_scope(here)
     frame.absorb(frame.state, Packed(source.structure, arrays, source), source.keys, source)
 
 

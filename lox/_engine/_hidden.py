@@ -4,7 +4,7 @@ A transformation finds logs by looking into what it runs. It cannot look into th
 
 * A jitted function that has run before: JAX's C++ cache answers and bypasses every trace, unless the program has
   effects, and some primitives do not pass on the effects of their body. So every compiled program that logs is marked,
-  and a marked one does not enter that cache, unless its logs go nowhere and no transformation is around.
+  and a marked one does not enter that cache, unless no transformation is around, whose calls look elsewhere in it.
 * An executable, `jit(f).lower(x).compile()`: all that is left of its logs is the mark.
 * A primitive that holds a Python function instead of a jaxpr, which shows that it logs only when it is called.
 

@@ -4,7 +4,6 @@ A jaxpr (the body of a jit, a loop, a branch) is interpreted equation by equatio
 rebuilt by its rule. Nothing that is read is mutated.
 """
 
-import dataclasses
 import functools
 import math
 import weakref
@@ -31,6 +30,7 @@ from lox._engine._handler import (
     types_of,
 )
 from lox._engine._primitive import log_p
+from lox._record import record
 
 
 def interpret(frame: Frame, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -44,9 +44,13 @@ def interpret(frame: Frame, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     for plain, logs, eqn in _stretches(frame.handler, opened, frame.here()):
         if plain:
             _compat.eval_equations(jaxpr, plain, env)
-        for log in logs:
-            with _compat.equation_context(log):
-                frame.take(log.params["meta"], [read(v) for v in log.invars])
+        frame.passed_on = bool(logs) and frame.handler.passes_on and _compat.stage_logs(jaxpr, logs, env, _as_seen)
+        try:
+            for log in logs:
+                with _compat.equation_context(log):
+                    frame.take(log.params["meta"], [read(v) for v in log.invars])
+        finally:
+            frame.passed_on = False  # also if the user catches what was raised
         frame.complete()
         if eqn is None:
             continue
@@ -58,6 +62,10 @@ def interpret(frame: Frame, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
                 outs = apply_rule(frame, eqn.primitive, eqn.params, values, eqn.effects, Place(jaxpr, eqn, args))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in opened.outvars]
+
+
+def _as_seen(log: Any) -> dict[str, Any]:
+    return {"meta": log.params["meta"].as_seen}
 
 
 def _stretches(handler: Handler, jaxpr: Any, scope: str) -> Iterator[tuple[list[Any], list[Any], Any]]:
@@ -196,7 +204,7 @@ def once(params: dict[str, Any], inside: Inside) -> dict[str, Tally]:
     return inside[0] if len(inside) == 1 else unknown(params, inside)
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Rule:
     """All that lox knows about a primitive that can contain logs."""
 

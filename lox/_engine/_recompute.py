@@ -13,7 +13,6 @@ A log in the backward rule repeats one of the forward rule if both are true:
 If that cannot be decided, the log counts.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from lox._engine._handler import Drop, Frame
 from lox._engine._interpret import apply_rule, executed_jaxprs, rule_of
 from lox._engine._primitive import bind, log_p
 from lox._engine._trace import PassingTrace
+from lox._record import record
 
 Identity = Any
 
@@ -93,7 +93,7 @@ class _Forward(_Passing):
 # --- what the backward rule repeats --------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Unrepeated(Drop):
     """Removes some logs, and leaves the others as they are."""
 

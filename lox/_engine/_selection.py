@@ -1,6 +1,5 @@
 """Which logs a transformation selects."""
 
-import dataclasses
 import fnmatch
 from collections.abc import Iterable
 from typing import Any
@@ -8,9 +7,10 @@ from typing import Any
 from lox import _errors
 from lox._data import _sites
 from lox._engine._event import Event
+from lox._record import record
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Selection:
     """A selection by name and by tag; both must match. None is no restriction, an empty list selects nothing."""
 
@@ -51,7 +51,7 @@ def names(option: str, given: Any) -> tuple[str, ...]:
 Logged = dict[tuple[str, frozenset[str]], None]
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Names:
     """The names in a transformation's options. Warns if nothing is logged under them."""
 

@@ -40,46 +40,35 @@ def count_option(name: str, given: Any) -> Any:
 _NAMES = ("__name__", "__qualname__")
 
 
+Attributes = list[tuple[str, Any]]  # what a wrapper has of the function: its name, its documentation, ...
+
+
 def wraps(fun: Any) -> Callable[[Wrapper], Wrapper]:
     """As `functools.wraps`, for every callable: what some objects have as `__name__` is not a string."""
+    attributes = _attributes_of(fun)  # now: it may not be a function
+    return lambda wrapper: named(wrapper, fun, attributes)
+
+
+def named(wrapper: Any, fun: Any, attributes: Attributes | None) -> Any:
+    """Name a wrapper as the function, whose attributes may be known."""
+    for name, value in _attributes_of(fun) if attributes is None else attributes:
+        setattr(wrapper, name, value)
+    wrapper.__dict__.update(getattr(fun, "__dict__", {}))
+    wrapper.__wrapped__ = fun
+    return wrapper
+
+
+def _attributes_of(fun: Any) -> Attributes:
     if not callable(fun):
         raise _errors.LogTypeError(
             f"lox transforms functions, and got {type(fun).__name__}: write `lox.spool(f)(x)`, not `lox.spool(f(x))`."
         )
-
-    known = _known_of(fun) if isinstance(fun, _compat.PjitFunction) else _Known()
-    attributes = known.attributes
-    if attributes is None:
-        pairs = [(name, getattr(fun, name, None)) for name in functools.WRAPPER_ASSIGNMENTS]
-        attributes = [(n, x) for n, x in pairs if x is not None and (isinstance(x, str) or n not in _NAMES)]
-        known.attributes = attributes
-
-    def decorate(wrapper: Wrapper) -> Wrapper:
-        for name, value in attributes:
-            setattr(wrapper, name, value)
-        wrapper.__dict__.update(getattr(fun, "__dict__", {}))
-        wrapper.__wrapped__ = fun  # type: ignore[attr-defined]
-        return wrapper
-
-    return decorate
+    pairs = [(name, getattr(fun, name, None)) for name in functools.WRAPPER_ASSIGNMENTS]
+    return [(n, x) for n, x in pairs if x is not None and (isinstance(x, str) or n not in _NAMES)]
 
 
-class _Known:
-    """What is known of a jitted function, which may be transformed anew in every call."""
-
-    def __init__(self) -> None:
-        self.attributes: list[tuple[str, Any]] | None = None
-        self.calls: dict[Any, OneProgram] = {}  # by options
-
-
-_known: Any = weakref.WeakKeyDictionary()  # the values must not refer to the key
-
-
-def _known_of(jitted: Any) -> _Known:
-    known = _known.get(jitted)
-    if known is None:
-        known = _known[jitted] = _Known()
-    return known
+# How jitted functions are called, which may be transformed anew in every call: by options. None refers to the function.
+_calls: Any = weakref.WeakKeyDictionary()
 
 
 def remembered(make: Callable[..., R]) -> Callable[..., R]:
@@ -114,6 +103,7 @@ _MANY = 64  # options with which one jitted function is called
 class Call:
     """How a transformed function is called: `call(args, kwargs, *given)`."""
 
+    attributes: Attributes | None = None  # of the function, if they are known
     usual: Any = None  # a faster way if `_compat.is_usual()` and nothing is given: `usual(*args, **kwargs)`
 
     def __init__(self, fun: Any, options: Any, transform: Transform):
@@ -156,7 +146,9 @@ def _behind(fun: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def _calling_jitted(jitted: Any, options: Any, transform: Transform, alone: Transform | None) -> "OneProgram":
-    calls = _known_of(jitted).calls
+    calls = _calls.get(jitted)
+    if calls is None:
+        calls = _calls[jitted] = {}
     call = calls.get(options)
     if call is None:
         if len(calls) >= _MANY:
@@ -170,7 +162,7 @@ class OneProgram(Call):
 
     def __init__(self, fun: Any, options: Any, transform: Transform, alone: Transform | None):
         super().__init__(fun, options, transform)
-        self._alone = alone
+        self.attributes, self._alone = _attributes_of(fun()), alone
         self._is_movable = _compat.options_of_jit(fun()) is not None
         self._programs: dict[Any, Any] = {}
 

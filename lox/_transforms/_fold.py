@@ -54,7 +54,7 @@ def _take_steps(key: str, old: dict[str, Laned], event: Event, valid: Laned | No
     data_fields=["states", "count", "steps"],
     meta_fields=["reduction", "treedef", "items", "keys", "sites", "interval"],
 )
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Fold:
     """The state of a reduction, for one key or for several that are alike and always logged together.
 

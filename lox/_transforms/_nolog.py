@@ -9,11 +9,12 @@ from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame
 from lox._engine._primitive import bind
 from lox._engine._selection import Names, Selection
+from lox._record import record
 from lox._transforms import _call
 from lox._transforms._call import P, R
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Remove(_handler.Drop):
     """Removes the selected logs, or those not selected, and leaves the others as they are."""
 

@@ -33,14 +33,15 @@ def reraise() -> Iterator[None]:
       logged at ...
     >>> lox.config.sink = "console"
 
-    Without it, JAX raises a `jax.errors.JaxRuntimeError`, whose text ends with that of the exception. Outside of jit it
-    is not needed: `lox.tap(f)` and `lox.watch(f)` raise the exception themselves.
+    Without it, JAX raises a `jax.errors.JaxRuntimeError`, whose text ends with that of the exception. It is a
+    `ValueError`, as for other callbacks of JAX's, if C++ has called the program and the CPU has run it at once. Outside
+    of jit it is not needed: `lox.tap(f)` and `lox.watch(f)` raise the exception themselves.
 
     Wait for results inside the `with` statement: that is where JAX raises the error.
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as report:
+    except (jax.errors.JaxRuntimeError, ValueError) as report:
         error = _emit.error_behind(report)
         if error is None:
             raise

@@ -128,7 +128,7 @@ def _joined(numbers: list[Laned]) -> Laned:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=[])
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Rows:
     """The arrays of all slots, `(slot, *lanes, ...)`, or of one event."""
 
@@ -138,7 +138,7 @@ class Rows:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["rows", "count"], meta_fields=["layout", "capacity"])
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Ring:
     """The last events of a line; where events happen in some lanes only, those of each lane."""
 

@@ -34,7 +34,7 @@ from lox._transforms._state import (
     data_fields=["events", "count", "seen"],
     meta_fields=["capacity", "items", "interval", "most"],
 )
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Buffer:
     """Room for `capacity` events, and one more slot for those that do not fit."""
 
@@ -217,7 +217,7 @@ class Buffer:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["count"], meta_fields=["site"])
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Tick:
     """How many events there were, counted separately in each lane."""
 
@@ -246,7 +246,7 @@ class Tick:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["seen"], meta_fields=["capacity", "interval", "most"])
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Room:
     """Stands for a buffer until the first event shows what it has to hold."""
 

@@ -15,12 +15,13 @@ from lox import _compat, _errors
 from lox._data import _bundle, _reduce
 from lox._data._bundle import Bundle, Keys
 from lox._data._lanes import Laned
-from lox._data._logdict import Returned, logdict, warn_of_dropped
+from lox._data._logdict import Recipe, logdict, warn_of_dropped
 from lox._engine import _handler, _trace
 from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Packed, ProgramSource, Tally
 from lox._engine._primitive import bind
 from lox._engine._selection import Names, Selection
+from lox._record import record
 from lox._transforms import _call, _fold
 from lox._transforms._call import P, R
 from lox._transforms._fold import Fold
@@ -30,7 +31,7 @@ from lox._transforms._state import holder, split
 Options = tuple[tuple[str, Any], ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Collect(Handler):
     """Stacks events, or reduces them while the program runs.
 
@@ -63,6 +64,11 @@ class Collect(Handler):
         return not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
+    def passes_on(self) -> bool:
+        """If they are kept for others."""
+        return self.keep_logs
+
+    @property
     def only_collects(self) -> bool:  # type: ignore[override]
         """Whether no key has to be known before its events come."""
         return self.reduce is None and self.capacity is None and self.interval is None and self.names is None
@@ -82,7 +88,7 @@ class Collect(Handler):
 
     def event(self, frame: Frame, event: Event) -> None:
         """Take the selected keys."""
-        if self.keep_logs and not _compat.is_evaluating():  # else nobody is outside
+        if self.keep_logs and not frame.passed_on and not _compat.is_evaluating():  # else nobody is outside
             bind(event, seen=True)
         event = event.in_scope()
         keys = self.selection.keys(event)
@@ -338,7 +344,7 @@ class Collect(Handler):
         return _handler.MarkSeen() if self.keep_logs else _handler.Drop()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Thinned:
     """The events of a key that an interval has kept at the outermost level."""
 
@@ -440,7 +446,7 @@ def _finish_at_once(frame: Frame, prefix: str) -> logdict | None:
             arrays = [x for piece in pieces for x in piece.arrays]
         structures = tuple([piece.structure for piece in pieces])
         finished = _finishing(structures, state, tuple(frame.keys.items()), prefix, _compat.debugged())
-        return _logs_of(finished([*leaves, *arrays]))
+        return _made(finished([*leaves, *arrays]))
 
 
 def _arranged(arrangement: "_Arrangement", arrays: list[Any]) -> logdict | None:
@@ -449,7 +455,7 @@ def _arranged(arrangement: "_Arrangement", arrays: list[Any]) -> logdict | None:
     if not _compat.are_on_one_device(arrays):
         return None
     with _compat.as_wide_as(arrays) if arrangement.is_wide else _NO_CONTEXT:
-        return _logs_of(arrangement.join(arrays))
+        return _made(arrangement.join(arrays))
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -525,11 +531,11 @@ def _joining(structures: tuple[Any, ...], debugged: Any) -> Any:
 def _finishing(structures: tuple[Any, ...], state: Any, certain: Any, prefix: str, debugged: Any) -> Any:
     del debugged
 
-    def finish(arrays: list[Any]) -> Returned | logdict:
+    def finish(arrays: list[Any]) -> list[Any]:
         pieces = _unpacked(arrays, structures if state is None else (state, *structures))
         before = {} if state is None else pieces.pop(0)
         bundles = [bundle for piece in pieces for bundle in piece]
-        return _returned(_finished(_bundle.gather(bundles) if bundles else [], before, dict(certain), prefix))
+        return Recipe.of(_finished(_bundle.gather(bundles) if bundles else [], before, dict(certain), prefix))
 
     return jax.jit(finish)
 
@@ -579,6 +585,9 @@ def spool(
         SpoolError: At the call: a key is logged in `while_loop`, with neither `capacity` nor `reduce` for it.
         MismatchError: At the call: events of one key do not fit together.
     """
+    is_plain = argnames is tags is reduce is capacity is interval is None and keep_logs is False and unify is True
+    if is_plain and type(prefix) is str and not prefix:
+        return collecting(fun, _ALL)  # at once, since a function may be spooled anew in every call
     handler = _handler_of(argnames, tags, reduce, capacity, interval, keep_logs, prefix, unify)
     return collecting(fun, handler, prefix)
 
@@ -601,19 +610,26 @@ def _handler_of(
     )
 
 
+_tracing, _eval_trace, _checks = _compat.tracing, _compat.eval_trace, _compat.checks
+_ALL = _handler_of(None, None, None, None, None, False, "", True)
+
+
 def collecting(fun: Callable[P, R], handler: Collect, prefix: str = "") -> Callable[P, tuple[R, logdict]]:
     """`spool` with checked options."""
     call = _call.calling(fun, (handler, prefix), _collect, _collect_alone)
 
-    @_call.wraps(fun)
-    def spooled(*args: P.args, **kwargs: P.kwargs) -> tuple[R, logdict]:
-        program = call.usual if _compat.is_usual() else None
-        out, logs = result = call(args, kwargs) if program is None else program(*args, **kwargs)
-        if type(logs) is not logdict:
-            out, logs = result = out, logs.logs()
-        return (out, _looked_at_later(logs)) if logs._valid or logs.dropped else result
+    def spooled(*args: Any, **kwargs: Any) -> Any:  # `P.args` would be an object to make
+        program = call.usual
+        if program is None or _tracing.trace is not _eval_trace or _checks.value:  # `is_usual`, without another call
+            out, logs = call(args, kwargs)
+            logs = _made(logs) if type(logs) is list else logs
+            return out, _looked_at_later(logs) if logs._may_be_ragged else logs
+        out, arrays = program(*args, **kwargs)
+        recipe = arrays[0]
+        logs = recipe.logs(arrays)
+        return out, _looked_at_later(logs) if recipe.is_ragged else logs
 
-    return spooled
+    return _call.named(spooled, fun, call.attributes)
 
 
 def _collect(options: tuple[Collect, str], fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, logdict]:
@@ -623,18 +639,14 @@ def _collect(options: tuple[Collect, str], fun: Callable[..., Any], args: Any, k
         return out, finish(handler, frame, prefix)
 
 
-def _collect_alone(options: tuple[Collect, str], fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The same as a program of its own."""
+def _collect_alone(options: tuple[Collect, str], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The same as a program of its own, which returns a recipe and arrays."""
     out, logs = _collect(options, fun, args, kwargs)
-    return out, _returned(logs)
+    return out, Recipe.of(logs)
 
 
-def _returned(logs: logdict) -> Returned | logdict:
-    return Returned.of(logs) if len(logs) > 1 else logs
-
-
-def _logs_of(returned: Returned | logdict) -> logdict:
-    return returned if type(returned) is logdict else returned.logs()  # type: ignore[union-attr]
+def _made(arrays: list[Any]) -> logdict:
+    return arrays[0].logs(arrays)
 
 
 def _looked_at_later(logs: logdict) -> logdict:

@@ -1,6 +1,5 @@
 """The device half of `lox.tap`: the handler that emits events and splits loops into blocks."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler
 from lox._engine._primitive import bind
 from lox._engine._selection import Names
+from lox._record import record
 from lox._transforms._deliver import BufferedDelivery, Delivery
 from lox._transforms._fold import Fold
 from lox._transforms._slots import Buffer, Room, Tick
@@ -25,7 +25,7 @@ from lox._transforms._spool import Collect
 from lox._transforms._state import split
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Stream(Handler):
     """Emits events as they happen, or once at the end for keys that are reduced.
 
@@ -259,7 +259,7 @@ def _ticks(counts: dict[Keys, Tick], keys: Iterable[str]) -> tuple[dict[Keys, Ti
     return {**inside, new: Tick()} if new else inside, outside
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Blocks:
     """How a loop is split: the iterations of a block, and the most events of each key in one iteration."""
 

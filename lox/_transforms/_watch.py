@@ -32,6 +32,7 @@ from lox._engine._handler import Frame, Handler, Keep
 from lox._engine._primitive import bind, log_p
 from lox._engine._selection import Names, Selection
 from lox._errors import NonFiniteError
+from lox._record import record
 from lox._transforms._call import P, R, count_option, wraps
 from lox._transforms._deliver import connect, one_for
 from lox._transforms._report import Report
@@ -50,7 +51,7 @@ _NONE = 0  # has failed
 _TOLD = -2  # the host knows of the event that has failed
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Record(Handler):
     """Checks events and records them, until one fails.
 
@@ -139,14 +140,14 @@ class Record(Handler):
         return Keep()
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Stack(Record):
     """Records all events of a block. Which has failed is found afterwards, in the rings."""
 
     room: ClassVar[int] = _MOST
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Watch(Record):
     """Calls the host once an event has failed. The state has the token, too."""
 
@@ -224,7 +225,7 @@ class Watch(Record):
         return _emit.emit(self.deliver, [flag], token, signal=RELEASE, everywhere=True)
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Checked:
     """A loop in blocks, each of which is followed by a check."""
 

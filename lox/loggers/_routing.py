@@ -5,7 +5,6 @@ call brings the events of all lanes together with their runs. It is never part o
 transformations.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -14,6 +13,7 @@ from lox._data._lanes import Laned
 from lox._engine._emit import Content, Packet, packet_of
 from lox._engine._handler import Frame
 from lox._errors import NonFiniteError
+from lox._record import record
 from lox._transforms._report import Report
 from lox._transforms._stream import Stream
 from lox._transforms._watch import Watch
@@ -21,7 +21,7 @@ from lox.loggers._pipeline import Pipeline
 from lox.store._prng_keys import as_words
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class RoutedStream(Stream):
     """Streams events together with the number of their run, `state["run"]`."""
 
@@ -36,7 +36,7 @@ class RoutedStream(Stream):
         return as_words(bundle)
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class RoutedWatch(Watch):
     """Sends what it has recorded together with the number of the run, `state["run"]`."""
 
