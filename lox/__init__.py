@@ -50,11 +50,6 @@ from lox._errors import SpoolError as SpoolError
 from lox._errors import StepError as StepError
 from lox._errors import StoreError as StoreError
 from lox._errors import TransformError as TransformError
-from lox._transforms._nolog import keep as keep
-from lox._transforms._nolog import nolog as nolog
-from lox._transforms._nolog import strip as strip
-from lox._transforms._reraise import reraise as reraise
-from lox._transforms._spool import spool as spool
 from lox._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -67,6 +62,11 @@ if TYPE_CHECKING:
     from lox import view as view
     from lox import wandb as wandb
     from lox._transforms._log_grad import log_grad as log_grad
+    from lox._transforms._nolog import keep as keep
+    from lox._transforms._nolog import nolog as nolog
+    from lox._transforms._nolog import strip as strip
+    from lox._transforms._reraise import reraise as reraise
+    from lox._transforms._spool import spool as spool
     from lox._transforms._tap import tap as tap
     from lox._transforms._watch import watch as watch
     from lox.loggers import ConsoleLogger as ConsoleLogger
@@ -95,6 +95,9 @@ _LATER = {
     for module, names in {
         "lox": ("equinox", "flax", "loggers", "neptune", "store", "testing", "view", "wandb"),
         "lox._transforms._log_grad": ("log_grad",),
+        "lox._transforms._nolog": ("keep", "nolog", "strip"),
+        "lox._transforms._reraise": ("reraise",),
+        "lox._transforms._spool": ("spool",),
         "lox._transforms._tap": ("tap",),
         "lox._transforms._watch": ("watch",),
         "lox.loggers": ("ConsoleLogger", "CsvLogger", "JsonlLogger", "Logger", "MultiLogger", "SaveLogger"),

@@ -18,7 +18,7 @@ flow. A name may be logged with several reductions, which are kept apart.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -26,8 +26,9 @@ from lox import _errors
 from lox._data._logdict import logdict
 from lox._engine import _primitive
 from lox._engine._selection import Selection
-from lox._transforms import _spool
-from lox._transforms._call import P, R, wraps
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 REDUCTIONS = ("replace", "append", "mean", "sum")
 _TAG = "lox.logify"
@@ -102,6 +103,9 @@ def logify(fun: Callable[P, R]) -> Callable[P, tuple[R, Logs]]:
     Returns:
         A function with the signature of `fun` that returns `(result, logs)`.
     """
+    from lox._transforms import _spool
+    from lox._transforms._call import wraps
+
     selection = Selection(tags=frozenset([_TAG]), expected=False)  # there may be nothing to return
     spooled = _spool.collecting(fun, _spool.Collect(selection))
 

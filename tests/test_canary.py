@@ -22,8 +22,10 @@ VERSION = jax.__version_info__[:2]
 # The private names of JAX that lox uses, with what each is for. All of them are in lox/_compat/.
 NAMES = {
     "jax._src.config.config_ext": "tells C++ dispatch which transformation is around, which it would else pass by",
+    "jax._src.core.eval_trace": "tells that operations run immediately, outside of all transformations",
     "jax._src.core.no_axis_name": "tells a vmap that has no axis name from one that has",
     "jax._src.core.trace_ctx": "every call asks it whether anything is being traced, and it is fast",
+    "jax._src.debugging.debug_effect": "what the effects of lox are kinds of, so that JAX allows them everywhere",
     "jax._src.dispatch.runtime_tokens": "gives programs a token of their own, keeps what C++ gets, forgets failed ones",
     "jax._src.distributed.global_state": "which process this is, without starting a backend, and their session",
     "jax._src.effects.lowerable_effects": "lets `jax.export` serialize functions that log",
@@ -33,6 +35,8 @@ NAMES = {
     "jax._src.interpreters.ad.LinearizeTrace": "the same for `jax.linearize` and `jax.grad`",
     "jax._src.interpreters.batching.BatchTrace": "tells that a loop under `vmap` runs at once, and is compiled once",
     "jax._src.interpreters.mlir.lower_jaxpr_to_fun": "lowers ordered host calls beside offloaded values",
+    "jax._src.interpreters.partial_eval.DynamicJaxprTrace": "tells that a program is traced",
+    "jax._src.interpreters.partial_eval.DynamicJaxprTracer": "makes constants of such a program",
     "jax._src.interpreters.partial_eval.call_partial_eval_rules": "lets logs of calls in loops under remat be reached",
     "jax._src.interpreters.partial_eval.custom_staging_rules": "stages logs, and finds those of a jit that are hidden",
     "jax._src.interpreters.remat.rules": "runs logs in the forward pass of the remat that is behind a flag",
@@ -41,6 +45,7 @@ NAMES = {
     "jax._src.lax.control_flow.loops._scan_partial_eval_custom": "the same under remat",
     "jax._src.lib.xla_client.OpSharding": "places host calls on a device where Shardy is off",
     "jax._src.mesh.use_abstract_mesh": "makes values that know the mesh; public since 0.8",
+    "jax._src.named_sharding.UNSPECIFIED": "tells a jit without shardings, and is given to one with further results",
     "jax._src.pjit._get_fastpath_data": "keeps programs that log out of the C++ cache, or lets it pass on their events",
     "jax._src.shard_map.eager_rules": "lets logs of a shard_map outside of jit be seen",
     "jax._src.sharding_impls.SdyArray": "places host calls on a device",
@@ -268,6 +273,22 @@ def test_jax_is_changed_in_one_file_only() -> None:
                     if not own and file.name != "_patches.py":
                         found.add(f"{file.relative_to(SOURCE)}: {ast.unparse(target)}")
     assert found == set()
+
+
+def test_types_of_tracing() -> None:
+    """What a small program shows, and the names that stand for it."""
+    found: list[Any] = [lox._compat.current_trace()]
+
+    def probe(x: Any) -> Any:
+        found.extend([type(lox._compat.current_trace()), type(x)])
+        jax.debug.callback(lambda: None)
+        return jax.jit(lambda x: x)(x)
+
+    jaxpr = jax.make_jaxpr(probe)(0.0)
+    found += [*map(type, jaxpr.effects), jaxpr.eqns[-1].params["out_shardings"][0]]
+    names = ("eval_trace", "StagingTrace", "StagingTracer", "DebugEffect", "UNSPECIFIED")
+    known = [getattr(lox._compat._traces, name) for name in names]
+    assert all(a is b for a, b in zip(found, known, strict=True)), (found, known)
 
 
 def test_equations_are_staged_as_they_are() -> None:

@@ -110,13 +110,11 @@ def modules_after(program: str) -> set[str]:
 
 
 def test_import_is_light() -> None:
-    """Programs that only log do not wait for loggers, nor for what those need."""
+    """Programs that only log do not wait for transformations and loggers, nor for what those need."""
     with_lox, without = modules_after("import jax, lox"), modules_after("import jax")
     of_lox = {name.split(".")[1] for name in with_lox if name.startswith("lox.")}
-    rooms = {"_compat", "_data", "_engine", "_errors", "_export", "_record", "_transforms", "_version", "logify"}
+    rooms = {"_compat", "_data", "_engine", "_errors", "_export", "_record", "_version", "logify"}
     assert of_lox == rooms
-    transforms = {name.split(".")[2] for name in with_lox if name.startswith("lox._transforms.")}
-    assert transforms == {"_call", "_fold", "_nolog", "_reraise", "_slots", "_spool", "_state"}
     others = {name for name in with_lox - without if name.split(".")[0] not in sys.stdlib_module_names | {"lox"}}
     assert others <= {"jax.export", "jax._src.export.shape_poly_decision"}  # which newer versions import themselves
 
@@ -161,6 +159,36 @@ def test_every_name_is_there_when_it_is_used() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=ROOT.parent)
     message = "AttributeError: module 'lox' has no attribute 'SaveLoger'. Did you mean: 'SaveLogger'?"
     assert done.stderr.count("Traceback") == 1 and done.stderr.splitlines()[-1] == message
+
+
+def test_the_first_use_may_be_inside_of_a_program_that_is_traced() -> None:
+    program = """
+        import jax, jax.numpy as jnp, numpy as np, lox, sys
+        def f(x):
+            lox.log({"x": x}, step=1)
+            return jnp.sin(x)
+        def all_of_them(x):
+            x = lox.log_grad("g", lox.nolog(f)(x))
+            y, logs = lox.spool(f)(x)
+            z, means = lox.spool(lambda x: jax.lax.map(f, x * jnp.ones(3)).sum(), reduce="mean")(x)
+            w = lox.tap(f, lambda logs: seen.append((str(logs), str(logs.step))))(lox.watch(f)(x))
+            return y + logs["x"] + means["x"] + z + w
+        def by_hand(x):
+            x = jnp.sin(x)
+            return jnp.sin(x) + x + x + 3 * jnp.sin(x) + jnp.sin(jnp.sin(x))
+        assert not [name for name in sys.modules if name.startswith("lox._transforms")]
+        xs, lox.config.sink = jnp.arange(3.0), lambda logs: others.extend(logs)
+        for _ in range(2):
+            seen, others, expected = [], [], jax.vmap(jax.grad(by_hand))(xs)
+            with jax.checking_leaks():
+                np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(all_of_them)))(xs), expected, rtol=1e-6)
+            jax.effects_barrier()
+            inside = jnp.sin(jnp.sin(xs)).tolist()
+            print(others, [np.allclose(eval(x)["x"], inside) for x, _ in seen], seen[0][1])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.stdout.splitlines() == ["['x', 'g'] [True] {'x': 1}"] * 2, done  # watch lets its logs flow on
 
 
 def test_logs_find_what_their_methods_need() -> None:

@@ -2,12 +2,14 @@
 
 import contextlib
 import sys
-import threading
 from typing import Any
 
 import jax.core
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import debugging as _debugging
+from jax._src import named_sharding as _named_sharding
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters.batching import BatchTrace
 
 from lox._compat import _extend
@@ -46,33 +48,12 @@ def current_trace() -> Any:
     return tracing.trace  # `take_current_trace` takes a microsecond
 
 
-def _find_eval_trace() -> Any:
-    # A new thread starts without transformations, even if lox is being imported inside one.
-    traces: list[Any] = []
-    thread = threading.Thread(target=lambda: traces.append(current_trace()))
-    thread.start()
-    thread.join()
-    return traces[0]
-
-
-def _find_private_types() -> tuple[type, type, type, Any]:
-    """Trace a small program, and look what JAX does. Once for everything, because it takes longer than most imports."""
-    traces: list[type] = []
-
-    def probe(x: Any) -> Any:
-        traces.extend([type(current_trace()), type(x)])
-        jax.debug.callback(lambda: None)
-        return jax.jit(lambda x: x)(x)
-
-    with jax.disable_jit(False):  # which JAX_DISABLE_JIT may have set
-        jaxpr = jax.make_jaxpr(probe)(0.0)
-    (effect,) = jaxpr.effects
-    return traces[0], traces[1], type(effect), jaxpr.eqns[-1].params["out_shardings"][0]
-
-
-eval_trace = _find_eval_trace()
-# What jit and make_jaxpr trace with, its values, the effect of `jax.debug.callback`, the sharding if a jit has none.
-StagingTrace, StagingTracer, DebugEffect, UNSPECIFIED = _find_private_types()
+# Not found by tracing a small program, which would take a tenth of `import lox`.
+eval_trace: Any = _core.eval_trace  # outside of all transformations
+StagingTrace: Any = _partial_eval.DynamicJaxprTrace  # what jit and make_jaxpr trace with
+StagingTracer: Any = _partial_eval.DynamicJaxprTracer  # its values
+DebugEffect: Any = type(_debugging.debug_effect)  # of `jax.debug.callback`
+UNSPECIFIED: Any = _named_sharding.UNSPECIFIED  # the sharding if a jit has none
 
 
 def is_evaluating() -> bool:

@@ -25,7 +25,7 @@ from lox._data import _arrays, _axes, _lanes
 from lox._data._arrays import missing_step, numpy_for, promote, slice_events, zeros
 from lox._data._axes import EVENT
 from lox._data._lanes import Laned, Lanes
-from lox._record import record
+from lox._record import record, struct
 
 Keys = tuple[str, ...]
 
@@ -39,7 +39,7 @@ class Site(str):
 
 
 @jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(eq=False)
+@struct
 class Bundle:
     """Events of some keys: arrays `(event, *lanes, *item)`, or `(*lanes, *item)` if `single`.
 

@@ -21,7 +21,7 @@ from lox._data import _arrays, _lanes
 from lox._data._lanes import Laned
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Reduction:
     """A way to combine events.
 

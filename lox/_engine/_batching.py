@@ -29,6 +29,7 @@ from lox._engine._handler import Frame, Handler, Retrace, types_of
 from lox._engine._interpret import Transformed, transformed
 from lox._engine._primitive import bind
 from lox._engine._trace import without_unwanted
+from lox._record import struct
 
 # --- recording events to log them later ----------------------------------------------------------
 
@@ -37,7 +38,7 @@ _STRUCTURE: Any = {"static": True}  # not arrays
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(eq=False)
+@struct
 class Slot:
     """A recorded event."""
 
@@ -56,7 +57,7 @@ class Slot:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(eq=False)
+@struct
 class Repeat:
     """The recorded events of a loop: every array inside has an additional leading axis."""
 

@@ -31,7 +31,7 @@ from lox._data._bundle import Bundle, Keys, Site
 from lox._data._lanes import Laned, is_laned, pick, unnamed, with_lane
 from lox._data._logdict import SINGLE, Layout, logdict
 from lox._engine import _devices
-from lox._record import record
+from lox._record import record, struct
 
 # Takes the packet of one call, and the token, inverted if events are unordered. May return another token, or what
 # `ask` asks for.
@@ -382,7 +382,7 @@ def packet_of(content: Content) -> Packet:
     return Packet(unpacker_of(form, tuple([x.ndim for x in arrays])), arrays, eager=True)
 
 
-@dataclasses.dataclass(eq=False)
+@struct
 class _Part:
     """Where the arrays of a bundle are among those of a packet."""
 

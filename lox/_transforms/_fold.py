@@ -15,6 +15,7 @@ from lox._data import _arrays, _lanes, _reduce
 from lox._data._bundle import Bundle, Keys, Site
 from lox._data._lanes import Laned, Lanes
 from lox._engine._event import Event
+from lox._record import struct
 from lox._transforms._state import (
     Item,
     Parts,
@@ -54,7 +55,7 @@ def _take_steps(key: str, old: dict[str, Laned], event: Event, valid: Laned | No
     data_fields=["states", "count", "steps"],
     meta_fields=["reduction", "treedef", "items", "keys", "sites", "interval"],
 )
-@dataclasses.dataclass(eq=False)
+@struct
 class Fold:
     """The state of a reduction, for one key or for several that are alike and always logged together.
 

@@ -23,6 +23,7 @@ from lox import _compat
 from lox._data import _lanes
 from lox._data._bundle import Bundle, Keys
 from lox._data._lanes import Laned
+from lox._record import struct
 from lox._transforms._state import conform, union
 
 ORDER = "order of events"  # the step with the number of an event
@@ -128,7 +129,7 @@ def _joined(numbers: list[Laned]) -> Laned:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=[])
-@dataclasses.dataclass(eq=False)
+@struct
 class Rows:
     """The arrays of all slots, `(slot, *lanes, ...)`, or of one event."""
 
@@ -138,7 +139,7 @@ class Rows:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["rows", "count"], meta_fields=["layout", "capacity"])
-@dataclasses.dataclass(eq=False)
+@struct
 class Ring:
     """The last events of a line; where events happen in some lanes only, those of each lane."""
 

@@ -14,6 +14,7 @@ from lox import _compat, _errors
 from lox._data import _arrays, _lanes
 from lox._data._bundle import Bundle, Site
 from lox._data._lanes import Laned, Lanes
+from lox._record import struct
 from lox._transforms._fold import Fold
 from lox._transforms._state import (
     Item,
@@ -34,7 +35,7 @@ from lox._transforms._state import (
     data_fields=["events", "count", "seen"],
     meta_fields=["capacity", "items", "interval", "most"],
 )
-@dataclasses.dataclass(eq=False)
+@struct
 class Buffer:
     """Room for `capacity` events, and one more slot for those that do not fit."""
 
@@ -217,7 +218,7 @@ class Buffer:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["count"], meta_fields=["site"])
-@dataclasses.dataclass(eq=False)
+@struct
 class Tick:
     """How many events there were, counted separately in each lane."""
 
@@ -246,7 +247,7 @@ class Tick:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["seen"], meta_fields=["capacity", "interval", "most"])
-@dataclasses.dataclass(eq=False)
+@struct
 class Room:
     """Stands for a buffer until the first event shows what it has to hold."""
 

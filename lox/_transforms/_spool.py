@@ -21,7 +21,7 @@ from lox._engine._event import Event, Meta
 from lox._engine._handler import Frame, Handler, Packed, ProgramSource, Tally
 from lox._engine._primitive import bind
 from lox._engine._selection import Names, Selection
-from lox._record import record
+from lox._record import record, struct
 from lox._transforms import _call, _fold
 from lox._transforms._call import P, R
 from lox._transforms._fold import Fold
@@ -344,7 +344,7 @@ class Collect(Handler):
         return _handler.MarkSeen() if self.keep_logs else _handler.Drop()
 
 
-@dataclasses.dataclass(eq=False)
+@struct
 class Thinned:
     """The events of a key that an interval has kept at the outermost level."""
 
