@@ -118,6 +118,24 @@ def test_plain_equations_are_not_evaluated_again(name: str, monkeypatch: Any) ->
     assert all(fun.__code__.co_firstlineno + 4 in numbers for numbers in lines)
 
 
+@pytest.mark.parametrize("start", [1.0, jnp.float32(1.0)], ids=["weak", "strong"])
+def test_logs_that_flow_on_are_not_bound_again(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    """They become equations as they are, also if the carry they come from was weak; who is outside sees them once."""
+    seen: list[list[float]] = []
+    tapped = lox.tap(logging(3), lambda logs: seen.append(logs["k1"].tolist()), buffer=10)
+    monkeypatch.setattr("lox._transforms._spool.bind", lambda *_, **__: pytest.fail("bound again"))
+    jax.make_jaxpr(tapped)(start)
+    monkeypatch.undo()
+    _, logs = jax.jit(lox.spool(tapped))(start)
+    _, expected = jax.jit(lox.spool(logging(3)))(start)
+    jax.effects_barrier()
+    assert [x for part in seen for x in part] == expected["k1"].tolist()
+    for key in ("k0", "k1", "k2"):
+        assert logs[key].dtype == jnp.float32 and not logs[key].weak_type
+        np.testing.assert_array_equal(logs[key], expected[key])
+        np.testing.assert_array_equal(logs.step[key], np.arange(100))
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("stacks", [False, True])
 def test_a_weak_carry_is_converted_once(stacks: bool, reverse: bool) -> None:

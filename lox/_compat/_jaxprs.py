@@ -306,22 +306,31 @@ def eval_equations(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
 
 
 def stage_logs(jaxpr: Any, logs: list[Any], env: dict[Any, Any], params: Callable[[Any], Any]) -> bool:
-    """Add equations of logs to the program that is traced, as they are but for their parameters; whether it could."""
-    if not _can_stage(jaxpr, {v: None for log in logs for v in log.invars if isinstance(v, Var)}, env):
+    """Add equations of logs to the program that is traced, as they are but for their parameters; whether it could.
+
+    Values that were weak may not be any more: what is logged is not, and no result depends on it.
+    """
+    if not _can_stage(jaxpr, {v: None for log in logs for v in log.invars if isinstance(v, Var)}, env, strong=True):
         return False
     _stage_equations(logs, env, params)
     return True
 
 
-def _can_stage(jaxpr: Any, needed: Iterable[Any], env: dict[Any, Any]) -> bool:
-    """Whether equations that need these variables can be added to the program that is traced."""
+def _can_stage(jaxpr: Any, needed: Iterable[Any], env: dict[Any, Any], strong: bool = False) -> bool:
+    """Whether equations that need these variables can be added to the program that is traced.
+
+    With `strong`, also if values are not weak that were.
+    """
     trace = current_trace()
     staging = isinstance(trace, StagingTrace) and not trace.requires_low and not is_high(jaxpr)
-    return staging and all(_is_of_type(env[v], v.aval) for v in needed)
+    return staging and all(_is_of_type(env[v], v.aval, strong) for v in needed)
 
 
-def _is_of_type(x: Any, aval: Any) -> bool:
-    return isinstance(x, Tracer) and jax.typeof(x) == aval  # not a constant, with which JAX may evaluate equations
+def _is_of_type(x: Any, aval: Any, strong: bool) -> bool:
+    if not isinstance(x, Tracer):
+        return False  # a constant, with which JAX may evaluate equations
+    known = jax.typeof(x)
+    return known == aval or (strong and getattr(aval, "weak_type", False) and known == aval.update(weak_type=False))
 
 
 def _stage_equations(eqns: list[Any], env: dict[Any, Any], params: Callable[[Any], Any] | None = None) -> None:
