@@ -55,36 +55,50 @@ class Cell:
 
     def smoke(self) -> "Cell":
         """A smaller environment for fewer tests: every transformation of lox under every one of JAX."""
-        tests = ("tests/test_log.py", "tests/test_transforms.py", "tests/test_docs.py::test_readme")
-        others = ("pytest>=8", "pytest-xdist>=3.6")
-        return replace(self, name=f"smoke-{self.name}", extras=("ui", "pandas"), others=others, tests=tests)
+        return replace(self, name=f"smoke-{self.name}", extras=("ui", "pandas"), others=PYTEST, tests=SMOKE)
 
+
+PYTEST = ("pytest>=8", "pytest-xdist>=3.6")
+SMOKE = ("tests/test_log.py", "tests/test_transforms.py", "tests/test_docs.py::test_readme")
 
 # No upper bound: a new JAX is to be tested on the day it is released. The lower one turns an index
 # or an interpreter that offers only an older JAX into an error.
 NEWEST = Cell("newest", ("3.13", "3.12", "3.14"), "jax>=0.12", ("test", "lint", "docs"))
-# What a page shows does not depend on JAX, and the examples need libraries that only the newest has.
-NEWEST_ONLY = ("test_ui_browser", "test_examples")
+# What a page shows and what statistics say does not depend on JAX, and the examples need libraries that only the newest
+# has. What becomes of many files when they are merged, and of many devices, takes longer than it depends on JAX.
+NEWEST_ONLY = ("test_ui_browser", "test_examples", "test_compare", "test_compact", "test_index", "test_collectives")
 # The README is for every JAX; most other pages need libraries that only the newest has.
 README_ONLY = ("--deselect=tests/test_docs.py::test_page", "--deselect=tests/test_docs.py::test_links_lead_to_files")
-# The last JAX that Python 3.11 can install. Tests of files, loggers, processes and pictures depend least on JAX: the
-# other two run them.
-ENDS_ONLY = (
-    *("test_compact", "test_index", "test_store", "test_store_crash", "test_store_files", "test_resume"),
-    *("test_processes", "test_soak", "test_console", "test_command"),
-    *("test_loggers", "test_loggers_contract", "test_save", "test_tensorboard", "test_names", "test_table"),
-    *("test_logdict", "test_dataframe", "test_histogram", "test_options", "test_errors", "test_collectives"),
-    *("test_view", "test_live", "test_compare", "test_plot", "test_ui"),
+OLDEST = Cell(
+    "oldest",
+    ("3.11",),
+    "jax==0.7.0",
+    tests=("tests", *(f"--ignore=tests/{name}.py" for name in NEWEST_ONLY), *README_ONLY),
 )
-
-
-def all_but(*names: str) -> tuple[str, ...]:
-    """Return arguments of pytest for all tests but those in these files."""
-    return ("tests", *(f"--ignore=tests/{name}.py" for name in names))
-
-
-MIDDLE = Cell("middle", ("3.11",), "jax==0.10.2", tests=(*all_but(*NEWEST_ONLY, *ENDS_ONLY), *README_ONLY))
-OLDEST = Cell("oldest", ("3.11",), "jax==0.7.0", tests=(*all_but(*NEWEST_ONLY), *README_ONLY))
+# The last JAX that Python 3.11 can install: what depends on how JAX traces. Of the tests of meshes, the other two run
+# those that take longest.
+TRACING = (
+    *("test_canary", "test_dispatch", "test_fuzz", "test_hidden", "test_meshes", "test_order", "test_recompute"),
+    *("test_scope", "test_streams", "test_tap"),
+)
+LONGEST = (
+    "test_lanes_over_a_mesh",  # and all whose names begin so
+    "test_logs_in_a_shard_map_do_not_depend_on_concrete_values",
+    "test_programs_on_several_devices_in_one_function",
+    "test_python_control_flow_in_shard_map",
+)
+MIDDLE = Cell(
+    "middle",
+    ("3.11",),
+    "jax==0.10.2",
+    ("ui", "pandas"),
+    PYTEST,
+    tests=(
+        *SMOKE,
+        *(f"tests/{name}.py" for name in TRACING),
+        *(f"--deselect=tests/test_meshes.py::{name}" for name in LONGEST),
+    ),
+)
 BETWEEN = (
     Cell("0.8", ("3.11", "3.12", "3.13"), "jax==0.8.*"),
     Cell("0.9", ("3.11", "3.12", "3.13"), "jax==0.9.*"),
