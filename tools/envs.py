@@ -55,10 +55,10 @@ class Cell:
 
     def smoke(self) -> "Cell":
         """A smaller environment for fewer tests: every transformation of lox under every one of JAX."""
-        return replace(self, name=f"smoke-{self.name}", extras=("ui", "pandas"), others=PYTEST, tests=SMOKE)
+        others = ("pytest>=8", "pytest-xdist>=3.6")
+        return replace(self, name=f"smoke-{self.name}", extras=("ui", "pandas"), others=others, tests=SMOKE)
 
 
-PYTEST = ("pytest>=8", "pytest-xdist>=3.6")
 SMOKE = ("tests/test_log.py", "tests/test_transforms.py", "tests/test_docs.py::test_readme")
 
 # No upper bound: a new JAX is to be tested on the day it is released. The lower one turns an index
@@ -91,8 +91,6 @@ MIDDLE = Cell(
     "middle",
     ("3.11",),
     "jax==0.10.2",
-    ("ui", "pandas"),
-    PYTEST,
     tests=(
         *SMOKE,
         *(f"tests/{name}.py" for name in TRACING),
