@@ -410,7 +410,15 @@ def test_runs_that_fail(tmp_path, offline):
     assert wandb_file.read_all(tmp_path)["0"].exit_code == 1
 
 
-def test_first_use_from_several_threads(tmp_path, monkeypatch, offline):
+@pytest.fixture
+def first_use():
+    """Let the client forget before and after a test what it has read from its environment variables."""
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+def test_first_use_from_several_threads(tmp_path, first_use, monkeypatch, offline):
     runs = SingleRuns(lox.wandb._Runs)  # the functions of `lox.wandb`
     monkeypatch.setenv("WANDB_RUN_ID", "sweep")  # as `wandb agent` sets it
     start = threading.Barrier(3)
