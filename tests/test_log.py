@@ -1,3 +1,4 @@
+import copy
 import io
 import subprocess
 import sys
@@ -531,6 +532,29 @@ def test_tags(tags):
         lox.log({"y": 2})
 
     same(lox.spool(f, tags="t")()[1], {"x": i32(1)})
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, lox.nolog], ids=["eager", "jit", "nolog"])
+@pytest.mark.parametrize("where", [None, True])
+def test_an_event_as_it_is_returned(around, where, capsys):
+    """Also if nobody has looked at its steps before."""
+
+    def f(x):
+        return lox.log(
+            {"b": x, "a": {"u": x + 1, "v": 2.0}}, step=3, episode=4, **({} if where is None else {"where": where})
+        )
+
+    copied, flat, read = around(f)(1.0), around(f)(1.0), around(f)(1.0)
+    copied = copy.copy(copied)
+    children, tree = jax.tree.flatten(flat)
+    for logs in (copied, jax.tree.unflatten(tree, children), read):
+        assert (list(logs), logs["b"], logs["a"]) == (["b", "a"], 1.0, {"u": 2.0, "v": 2.0})
+        assert logs.steps == {"step": {"b": 3, "a": 3}, "episode": {"b": 4, "a": 4}}
+        assert list(logs.step) == ["b", "a"]
+        assert logs.valid == ({} if where is None else {"b": True, "a": True})
+        assert logs.dropped == {}
+    assert (copied + read).step["b"].tolist() == [3, 3]
+    capsys.readouterr()
 
 
 def test_where_outside_loops():

@@ -1003,6 +1003,25 @@ def test_closing_one_run_leaves_the_others(wrap):
         logger.close(second)
 
 
+def test_the_run_is_that_of_the_state_in_every_call(tmp_path):
+    logger, prng_keys = lox.SaveLogger(tmp_path), [jax.random.key(1), jax.random.key(2)]
+    states = [logger.init(prng_key) for prng_key in prng_keys]
+    for n, run in enumerate([0, 0, 1, 0, 1, 1]):
+        logger.log(states[run], {"x": n})
+    changing = states[0]._replace(run=np.array(states[0].run))  # as from a checkpoint
+    for n in range(2):
+        changing.run[...] = states[n].run
+        logger.log(changing, {"x": 6 + n})
+    assert [lox.load(tmp_path, key)["x"].tolist() for key in prng_keys] == [[0, 1, 3, 6], [2, 4, 5, 7]]
+    logger.log(states[0], {"x": 8})
+    logger.close(states[0])
+    with pytest.raises(lox.LoxError, match=r"^run '1' is closed\. Begin another with `init`\."):
+        logger.log(states[0], {"x": 9})
+    logger.close()
+    with pytest.raises(lox.LoxError, match="`log`: this SaveLogger is closed"):
+        logger.log(states[0], {"x": 10})
+
+
 def test_closing_the_runs_of_a_batch():
     for close in ("outside", "inside"):
         logger = Ending()

@@ -55,9 +55,9 @@ def is_on_several_devices(tree: Any) -> bool:
 
 def are_on_one_device(arrays: Sequence[Any]) -> bool:
     """Tell whether all of these are concrete arrays, in the same memory of one device, and none of them on a mesh."""
-    first = same = None
+    first = same = kind = None
     for x in arrays:
-        if not _is_concrete(type(x)):
+        if type(x) is not kind and not is_concrete(kind := type(x)):
             return False
         sharding = x.sharding
         if first is None:
@@ -73,7 +73,8 @@ def are_on_one_device(arrays: Sequence[Any]) -> bool:
 
 
 @functools.cache
-def _is_concrete(kind: type) -> bool:
+def is_concrete(kind: type) -> bool:
+    """Tell whether this is the type of arrays of JAX's that have values. It takes long to ask of every array."""
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
 
 

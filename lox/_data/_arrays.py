@@ -43,7 +43,7 @@ def concrete(x: Any) -> Any:
             return None
         copy = np.array(x, dtype)
         return None if dtype != x.dtype and dtype.kind in "iu" and (copy != x).any() else copy
-    if isinstance(x, jax.Array) and not isinstance(x, _compat.Tracer) and isinstance(x.dtype, np.dtype):
+    if _compat.is_concrete(kind) and isinstance(x.dtype, np.dtype):
         return x if x.is_fully_addressable else None
     return None
 

@@ -34,11 +34,6 @@ class Layout(NamedTuple):
     one_event: bool = False  # one event, or none in some lanes: what `tap` delivers
 
 
-@functools.lru_cache(1024)
-def _layout_of_event(ndims: tuple[int, ...], steps: tuple[str, ...]) -> Layout:
-    return Layout(False, ((),) * len(ndims), ndims, tuple([(name, ()) for name in steps]))
-
-
 def _deep(x: Any, flags: Flags, depth: int, lead: Flags) -> Laned:
     """An array with flags for `depth` vmaps, inside of those of `lead`."""
     x = x if type(x) is np.ndarray or not np.isscalar(x) else np.asarray(x)
@@ -182,6 +177,7 @@ class logdict(dict[str, Any]):
 
     @valid.setter
     def valid(self, valid: Mapping[str, Any]) -> None:
+        self._read()
         self._valid = dict(valid)
 
     def _of_present(self, by_key: Mapping[str, Any]) -> dict[str, Any]:
@@ -491,23 +487,14 @@ class logdict(dict[str, Any]):
             logs._layouts[key] = Layout(events, ((True,) * lanes,) * len(ndims), ndims, step_flags, valid_flags)
         return logs
 
-    @classmethod
+    @staticmethod
     def of_event(
-        cls, keys: Sequence[str], treedefs: Iterable[Any], values: Iterable[Any], steps: Mapping[str, Any]
+        keys: Iterable[str], treedefs: Iterable[Any], values: Iterable[Any], steps: Mapping[str, Any]
     ) -> "logdict":
         """Make logs of one event without lanes; `values` has the leaves of all keys, one key after the other."""
-        logs, rest, names = cls._empty(), iter(values), tuple(sorted(steps))
-        for key, treedef in zip(keys, treedefs, strict=True):
-            if treedef == SINGLE:
-                value = next(rest)
-                ndims = (value.ndim,)
-            else:
-                leaves = [next(rest) for _ in range(treedef.num_leaves)]
-                value, ndims = jax.tree.unflatten(treedef, leaves), tuple([x.ndim for x in leaves])
-            _set(logs, key, value)
-            logs._layouts[key] = _layout_of_event(ndims, names)
-        logs.steps = {name: dict.fromkeys(keys, step) for name, step in steps.items()}
-        return logs
+        # A recipe, because few look at more of them than their values.
+        recipe = _recipe_of_event(tuple(keys), tuple(treedefs), tuple([x.ndim for x in values]), tuple(steps))
+        return recipe.logs([recipe, *values, *steps.values()])
 
     @classmethod
     def _empty(cls) -> "logdict":
@@ -795,6 +782,33 @@ class Recipe:
         """The attributes of the logdict, of what is left of the list."""
         rest = self._rest.unflatten([arrays[n] for n in self._numbers])
         return _attributes(self._structure, rest)
+
+
+class _EventRecipe(Recipe):
+    """The same for one event without lanes, as it is logged: all its keys have the steps that follow the values."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, structure: Structure, treedefs: tuple[Any, ...], steps: tuple[str, ...]):
+        super().__init__(structure, [*treedefs], None, (), is_ragged=False)
+        self._steps = steps
+
+    def read(self, arrays: list[Any]) -> dict[str, Any]:
+        """The attributes of the logdict, of what is left of the list."""
+        steps = {name: dict.fromkeys(self.keys, step) for name, step in zip(self._steps, arrays[1:], strict=True)}
+        return _attributes(self._structure, [steps])
+
+
+@functools.lru_cache(1024)
+def _recipe_of_event(
+    keys: tuple[str, ...], treedefs: tuple[Any, ...], ndims: tuple[int, ...], steps: tuple[str, ...]
+) -> _EventRecipe:
+    rest, layouts = iter(ndims), {}
+    named = tuple([(name, ()) for name in sorted(steps)])
+    for key, treedef in zip(keys, treedefs, strict=True):
+        mine = tuple([next(rest) for _ in range(treedef.num_leaves)])
+        layouts[key] = Layout(False, ((),) * len(mine), mine, named)
+    return _EventRecipe(Structure(layouts), treedefs, steps)
 
 
 plotter: Callable[..., Any] | None = None  # `lox.plot`, which is storeys above

@@ -18,6 +18,7 @@ import jax
 
 from lox import _compat, _errors
 from lox._data import _arrays
+from lox._engine import _hidden
 from lox._engine._event import Event, Meta
 from lox._engine._primitive import bind, log_p
 from lox._engine._selection import Logged, Names
@@ -447,30 +448,14 @@ def signature(state: Any) -> Any:
 class _Inside(threading.local):
     may_fail = False
     rebuilding = False
-    frame: Any = None  # to which the events of programs go that C++ calls
 
 
 inside = _Inside()
 
 
-class receiving:
-    """`with receiving(frame):` marks that the events of programs which C++ calls go to this frame."""
-
-    __slots__ = ("_before", "_frame")
-
-    def __init__(self, frame: Frame):
-        self._frame = frame
-
-    def __enter__(self) -> None:
-        self._before, inside.frame = inside.frame, self._frame
-
-    def __exit__(self, *exception: object) -> None:
-        inside.frame = self._before
-
-
 def receive(source: ProgramSource, arrays: Sequence[Any]) -> None:
     """Take the events of a program that C++ has called."""
-    frame = inside.frame
+    frame = _hidden.around.frame
     if (here := frame.here()) != source.scope:
         source = source.in_scope(here)
     frame.absorb(frame.state, Packed(source.structure, arrays, source), source.keys, source)

@@ -20,24 +20,21 @@ from lox import _compat, _errors
 from lox._compat import LogMark
 
 
-class _Transforming(threading.local):
-    """How many transformations are on the stack of this thread."""
+class _Around(threading.local):
+    """The frame of the transformation that runs a function on this thread, if one does.
 
-    depth = 0
+    No log may bypass it, and it gets the events of programs that C++ calls.
+    """
 
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *exception: object) -> None:
-        self.depth -= 1
+    frame: Any = None
 
 
-transforming = _Transforming()  # `with transforming:` marks that one runs a function, so that no log may bypass it
+around = _Around()
 
 
 def is_transforming() -> bool:
     """Whether a transformation runs a function, even if it does not see what happens right now."""
-    return bool(transforming.depth)
+    return around.frame is not None
 
 
 def pass_on(primitive: Any, args: Any, params: dict[str, Any]) -> Any:
@@ -57,8 +54,8 @@ def check(mark: LogMark, frame: FrameType) -> None:
         if code is _WITHOUT_EFFECTS:
             # JAX only asks for the types of its results, so nobody would ever see the log.
             params = next(iter(v for v in current.f_locals.values() if isinstance(v, dict)), {})
-            around = _compat.stack(current.f_back)
-            primitive = next((p for f in around if (p := f.f_locals.get("primitive")) is not None), None)
+            callers = _compat.stack(current.f_back)
+            primitive = next((p for f in callers if (p := f.f_locals.get("primitive")) is not None), None)
             if primitive is not None:
                 _compat.note_hidden(primitive, params, mark)
             return
@@ -67,17 +64,17 @@ def check(mark: LogMark, frame: FrameType) -> None:
 
 def check_log(mark: LogMark, frame: FrameType) -> None:
     """`check` for a call of `lox.log`, which needs none outside of all transformations."""
-    if transforming.depth or not _compat.is_evaluating():
+    if is_transforming() or not _compat.is_evaluating():
         check(mark, frame)
 
 
 def _check_dispatch(mark: LogMark, frame: FrameType) -> None:
-    if transforming.depth:
+    if is_transforming():
         check(mark, frame)
 
 
 def _check_executable(mark: LogMark) -> None:
-    if transforming.depth:
+    if is_transforming():
         raise _errors.executable(mark.keys, mark.site)
 
 

@@ -148,7 +148,7 @@ def log(
     Raises:
         LogTypeError: A key is not a string, or a value holds no array; the message names the key. Also a TypeError.
     """
-    if not isinstance(data, Mapping):
+    if type(data) is not dict and not isinstance(data, Mapping):
         raise _errors.LogTypeError(
             f"`lox.log` takes a mapping from names to values, not {type(data).__name__}: `lox.log({{'loss': x}})`."
         )
@@ -190,7 +190,7 @@ def log(
     operands += [] if weight is None else [_as_scalar(weight, "`weight`")]
     if where is not None:
         where = _as_scalar(where, "`where`", bool)
-        logs._valid = dict.fromkeys(names, where)
+        logs.valid = dict.fromkeys(names, where)
         operands.append(where)
     if names:
         meta = Meta(

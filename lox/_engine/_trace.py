@@ -14,7 +14,7 @@ import jax
 
 from lox import _compat, _errors
 from lox._engine import _hidden
-from lox._engine._handler import Drop, Frame, Handler, Ran, Tally, inside, receive, receiving, types_of
+from lox._engine._handler import Drop, Frame, Handler, Ran, Tally, inside, receive, types_of
 from lox._engine._interpret import (
     BLOCK,
     Equation,
@@ -323,8 +323,8 @@ def run_function(
 
     Unless it is the `whole` transformed function, it need not log what was selected by name.
     """
-    with _compat.own_transfers():
-        frame = Frame(handler, {**handler.initial_state(), **given} if given else handler.initial_state())
+    state = handler.initial_state()
+    frame = Frame(handler, {**state, **given} if given else state)
     names = handler.names if whole else None
     frame.logged = None if names is None else {}
     parent, context = _compat.current_trace(), _compat.INSIDE
@@ -332,8 +332,12 @@ def run_function(
         context = handler.dispatch_context
     else:
         frame.devices = _compat.manual_axes_here()
-    with _hidden.transforming, receiving(frame), _compat.running(LogTrace(parent, frame), context):
-        out = fun(*args, **kwargs)
+    outer, _hidden.around.frame = _hidden.around.frame, frame
+    try:
+        with _compat.running(LogTrace(parent, frame), context):
+            out = fun(*args, **kwargs)
+    finally:
+        _hidden.around.frame = outer
     if isinstance(out, _LATER):
         raise _errors.runs_later(fun, type(out).__name__)
     if names is not None and frame.logged is not None:

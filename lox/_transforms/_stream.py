@@ -57,7 +57,8 @@ class Stream(Handler):
         """The token before the first event; nothing is counted or reduced yet."""
         token = _emit.new_token()
         if isinstance(self.deliver, BufferedDelivery):
-            token = _emit.emit(self.deliver, [], token, signal=_emit.BEGIN)
+            with _compat.own_transfers():
+                token = _emit.emit(self.deliver, [], token, signal=_emit.BEGIN)
         return {"token": token, "folds": {}, "counts": {}}
 
     def event(self, frame: Frame, event: Event) -> None:

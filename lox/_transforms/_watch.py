@@ -74,7 +74,8 @@ class Record(Handler):
 
     def initial_state(self) -> dict[str, Any]:
         """Nothing has failed yet."""
-        failed, number = Laned(jnp.full((), _NONE, jnp.int32)), Laned(jnp.full((), -1, jnp.int32))
+        with _compat.own_transfers():
+            failed, number = Laned(jnp.full((), _NONE, jnp.int32)), Laned(jnp.full((), -1, jnp.int32))
         return {"failed": failed, "number": number, "rings": collections.OrderedDict()}
 
     def event(self, frame: Frame, event: Event) -> None:

@@ -17,11 +17,12 @@ from lox._data._bundle import Bundle, runs_outermost
 from lox._data._lanes import Laned, is_laned
 from lox._data._logdict import logdict
 from lox._engine._emit import Packet
+from lox._record import struct
 
 Rename = Callable[[np.ndarray], np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@struct
 class Job:
     """A packet in the queue of a logger."""
 

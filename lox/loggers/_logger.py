@@ -68,6 +68,7 @@ class Logger:
     _joins_processes: bool = False  # whether all processes write to one run, each what it alone has
     _keeps_prng_keys: bool = False  # in the logs it writes; other loggers get arrays of words
     _pipeline: Pipeline
+    _last_run: tuple[Any, int] = None, -1  # the array that was looked at last, and its number
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make the logger usable even if a subclass's `__init__` does not call this one's."""
@@ -394,6 +395,9 @@ class Logger:
     def _number_of(self, state: Any, what: str) -> int | None:
         """Return the number of the run, if it is known while tracing."""
         self._require_state(state, what)
+        known, number = self._last_run
+        if known is state.run:  # a loop in Python logs to the same run again and again
+            return self._usable(number)
         if np.ndim(state.run):
             raise _errors.LogTypeError(
                 f"`{what}` got the states of {' × '.join(map(str, np.shape(state.run)))} runs: it takes one. "
@@ -402,6 +406,11 @@ class Logger:
         if isinstance(state.run, _compat.Tracer):
             return None
         number = int(np.asarray(_compat.own_copy(state.run)))
+        if _compat.is_concrete(type(state.run)):  # others may change
+            self._last_run = state.run, number
+        return self._usable(number)
+
+    def _usable(self, number: int) -> int:
         if number in self._pipeline.ended:
             raise self._pipeline.over(number)
         if not self._pipeline.knows(number):
