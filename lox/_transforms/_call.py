@@ -53,9 +53,8 @@ def named(wrapper: Any, fun: Any, attributes: Attributes | None) -> Any:
     """Name a wrapper as the function, whose attributes may be known."""
     for name, value in _attributes_of(fun) if attributes is None else attributes:
         setattr(wrapper, name, value)
-    others = dict(getattr(fun, "__dict__", ()))
-    others["__wrapped__"] = fun
-    wrapper.__dict__ = others  # at once: each one by itself takes longer
+    wrapper.__dict__.update(getattr(fun, "__dict__", {}))
+    wrapper.__wrapped__ = fun
     return wrapper
 
 
