@@ -1,6 +1,5 @@
 """Jaxprs: their parts, what in them logs, and evaluating them."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -408,13 +407,25 @@ def eval_equation(jaxpr: Any, eqn: Any, args: list[Any]) -> list[Any]:
     return [env[v] for v in outs]
 
 
-@contextlib.contextmanager
-def equation_context(eqn: Any) -> Any:
+class equation_context:
     """Restore the source location, name stack and configuration of an equation that is traced again."""
-    info = eqn.source_info
-    stack = _extend.current_name_stack() + info.name_stack
-    with _extend.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield
+
+    __slots__ = ("config", "source")  # no generator: one is entered for every log
+
+    def __init__(self, eqn: Any):
+        info = eqn.source_info
+        stack = _extend.current_name_stack() + info.name_stack
+        self.source, self.config = _extend.user_context(info.traceback, name_stack=stack), eqn.ctx.manager
+
+    def __enter__(self) -> None:
+        self.source.__enter__()
+        self.config.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            self.config.__exit__(*exception)
+        finally:
+            self.source.__exit__(*exception)
 
 
 SCOPE = "lox:"  # marks the named scopes of JAX that `lox.scope` has opened
