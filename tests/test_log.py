@@ -557,6 +557,36 @@ def test_an_event_as_it_is_returned(around, where, capsys):
     capsys.readouterr()
 
 
+@jax.tree_util.register_pytree_node_class
+class WithTable:
+    """What it has beside its array cannot be compared: `==` of two of them is no truth value."""
+
+    def __init__(self, x, table):
+        self.x, self.table = x, table
+
+    def tree_flatten(self):
+        return (self.x,), self.table
+
+    @classmethod
+    def tree_unflatten(cls, table, children):
+        return cls(*children, table)
+
+
+@pytest.mark.parametrize(
+    "around", [lox.nolog, lambda f: jax.jit(lox.nolog(f)), lambda f: f], ids=["nolog", "jit", "off"]
+)
+def test_a_class_that_cannot_be_compared(around, monkeypatch):
+    monkeypatch.setattr(lox.config, "_sink", "off")
+
+    def f(x):
+        for n in range(2):
+            logs = lox.log({"value": WithTable(x + n, np.arange(3)), "other": x}, step=n)
+        return logs["value"].x, logs.step["value"]
+
+    x, step = around(f)(1.0)
+    assert (x, step) == (2.0, 1)
+
+
 def test_where_outside_loops():
     def f(x):
         lox.log({"x": x}, where=x > 0, step=3)

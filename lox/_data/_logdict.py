@@ -489,11 +489,15 @@ class logdict(dict[str, Any]):
 
     @staticmethod
     def of_event(
-        keys: Iterable[str], treedefs: Iterable[Any], values: Iterable[Any], steps: Mapping[str, Any]
+        keys: Iterable[str], treedefs: Sequence[Any], values: Sequence[Any], steps: Mapping[str, Any]
     ) -> "logdict":
         """Make logs of one event without lanes; `values` has the leaves of all keys, one key after the other."""
         # A recipe, because few look at more of them than their values.
-        recipe = _recipe_of_event(tuple(keys), tuple(treedefs), tuple([x.ndim for x in values]), tuple(steps))
+        form = tuple(keys), tuple([x.ndim for x in values]), tuple(steps)
+        if all([treedef == SINGLE for treedef in treedefs]):
+            recipe = _recipe_of_arrays(*form)
+        else:  # a cache would compare what the user's classes have beside arrays, which may not allow it
+            recipe = _EventRecipe(treedefs, *form)
         return recipe.logs([recipe, *values, *steps.values()])
 
     @classmethod
@@ -789,8 +793,12 @@ class _EventRecipe(Recipe):
 
     __slots__ = ("_steps",)
 
-    def __init__(self, structure: Structure, treedefs: tuple[Any, ...], steps: tuple[str, ...]):
-        super().__init__(structure, [*treedefs], None, (), is_ragged=False)
+    def __init__(self, treedefs: Sequence[Any], keys: tuple[str, ...], ndims: tuple[int, ...], steps: tuple[str, ...]):
+        rest, layouts, step_flags = iter(ndims), {}, tuple([(name, ()) for name in sorted(steps)])
+        for key, treedef in zip(keys, treedefs, strict=True):
+            mine = tuple([next(rest) for _ in range(treedef.num_leaves)])
+            layouts[key] = Layout(False, ((),) * len(mine), mine, step_flags)
+        super().__init__(Structure(layouts), [*treedefs], None, (), is_ragged=False)
         self._steps = steps
 
     def read(self, arrays: list[Any]) -> dict[str, Any]:
@@ -800,15 +808,8 @@ class _EventRecipe(Recipe):
 
 
 @functools.lru_cache(1024)
-def _recipe_of_event(
-    keys: tuple[str, ...], treedefs: tuple[Any, ...], ndims: tuple[int, ...], steps: tuple[str, ...]
-) -> _EventRecipe:
-    rest, layouts = iter(ndims), {}
-    named = tuple([(name, ()) for name in sorted(steps)])
-    for key, treedef in zip(keys, treedefs, strict=True):
-        mine = tuple([next(rest) for _ in range(treedef.num_leaves)])
-        layouts[key] = Layout(False, ((),) * len(mine), mine, named)
-    return _EventRecipe(Structure(layouts), treedefs, steps)
+def _recipe_of_arrays(keys: tuple[str, ...], ndims: tuple[int, ...], steps: tuple[str, ...]) -> _EventRecipe:
+    return _EventRecipe([SINGLE] * len(keys), keys, ndims, steps)
 
 
 plotter: Callable[..., Any] | None = None  # `lox.plot`, which is storeys above
