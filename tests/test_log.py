@@ -1,4 +1,5 @@
 import copy
+import enum
 import io
 import subprocess
 import sys
@@ -555,6 +556,49 @@ def test_an_event_as_it_is_returned(around, where, capsys):
         assert logs.dropped == {}
     assert (copied + read).step["b"].tolist() == [3, 3]
     capsys.readouterr()
+
+
+class Name(enum.StrEnum):
+    LOSS = "loss"
+    EPOCH = "epoch"
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, lox.nolog], ids=["eager", "jit", "nolog"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_names_that_are_equal_but_not_the_same(around, order, capsys):
+    """An event has the names that it was logged with, whichever were logged before."""
+    for names in [(Name.LOSS, Name.EPOCH), ("loss", "epoch")][::order]:
+        logs = around(lambda x, names=names: lox.log({names[0]: x}, **{names[1]: 1}))(2.0)
+        assert [type(key) for key in logs] == [type(names[0])]
+        assert [type(step) for step in logs.steps] == [type(names[1])]
+        assert [type(key) for key in logs.epoch] == [type(names[0])]
+    capsys.readouterr()
+
+
+def test_what_an_event_offers():
+    with lox.testing.capture():
+        assert {"steps", "dropped", "valid", "reduce"} <= set(dir(lox.log({"x": 1.0}, step=2)))
+
+
+class Disguised:
+    """Passes for the array that it holds, as proxies do."""
+
+    def __init__(self, array):
+        self.array = array
+
+    __class__ = property(lambda self: type(self.array))
+
+    def __getattr__(self, name):
+        return getattr(self.array, name)
+
+    def __array__(self, *args, **kwargs):
+        return np.asarray(self.array)
+
+
+def test_an_array_in_disguise():
+    with lox.testing.capture() as events:
+        lox.log({"x": Disguised(jnp.float32(2.0))})
+    assert [event["x"].tolist() for event in events] == [2.0]
 
 
 @jax.tree_util.register_pytree_node_class

@@ -72,7 +72,7 @@ def are_on_one_device(arrays: Sequence[Any]) -> bool:
     return first is not None
 
 
-@functools.cache
+@functools.lru_cache(256)
 def is_concrete(kind: type) -> bool:
     """Tell whether this is the type of arrays of JAX's that have values. It takes long to ask of every array."""
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)

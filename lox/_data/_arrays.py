@@ -43,9 +43,9 @@ def concrete(x: Any) -> Any:
             return None
         copy = np.array(x, dtype)
         return None if dtype != x.dtype and dtype.kind in "iu" and (copy != x).any() else copy
-    if _compat.is_concrete(kind) and isinstance(x.dtype, np.dtype):
-        return x if x.is_fully_addressable else None
-    return None
+    # By the type first, because to ask the array takes longer; but it may be one in disguise.
+    is_array = _compat.is_concrete(kind) or (isinstance(x, jax.Array) and not isinstance(x, _compat.Tracer))
+    return x if is_array and isinstance(x.dtype, np.dtype) and x.is_fully_addressable else None
 
 
 def concrete_leaves(data: Any, concrete: Any) -> tuple[list[Any], list[Any]] | None:

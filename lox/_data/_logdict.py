@@ -150,6 +150,10 @@ class logdict(dict[str, Any]):
         self._unread = None
         return True
 
+    def __dir__(self) -> Iterable[str]:
+        self._read()
+        return super().__dir__()
+
     def __getstate__(self) -> dict[str, Any]:
         """For `pickle` and `copy`: the attributes, which are then there."""
         self._read()
@@ -494,9 +498,11 @@ class logdict(dict[str, Any]):
         """Make logs of one event without lanes; `values` has the leaves of all keys, one key after the other."""
         # A recipe, because few look at more of them than their values.
         form = tuple(keys), tuple([x.ndim for x in values]), tuple(steps)
-        if all([treedef == SINGLE for treedef in treedefs]):
+        if all([treedef == SINGLE for treedef in treedefs]) and all([type(x) is str for x in (*form[0], *steps)]):
             recipe = _recipe_of_arrays(*form)
-        else:  # a cache would compare what the user's classes have beside arrays, which may not allow it
+        else:
+            # A cache would compare what the user's classes have beside arrays, which may not allow it, and would take
+            # names that are equal for the same one: those of an Enum are printed in another way.
             recipe = _EventRecipe(treedefs, *form)
         return recipe.logs([recipe, *values, *steps.values()])
 

@@ -36,7 +36,7 @@ class Meta:
     @functools.cached_property
     def as_seen(self) -> "Meta":
         """The same of an event that was seen."""
-        return self if self.seen else Meta(**{**vars(self), "seen": True})
+        return self if self.seen else dataclasses.replace(self, seen=True)
 
 
 @record
