@@ -1,53 +1,59 @@
-# Everything runs in virtual environments under .venv/, which tools/envs.py creates when they are
-# missing or pyproject.toml has changed. Nothing needs to be installed or activated beforehand.
-
-# Any Python >= 3.11 will do to start; several names are tried because `python3` may be older.
+# Each command is one session of noxfile.py. nox itself lives in .venv/; its sessions live in .nox/.
+# Any Python >= 3.11 starts it; several names are tried because `python3` may be older.
 PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-ENVS = $(or $(PYTHON),$(error no Python >= 3.11 on PATH: install one, or pass PYTHON=...)) \
-  tools/envs.py
-
-MATRIX ?= oldest middle newest smoke
-N ?= 1000
-SEED ?= 0
+NOX = .venv/bin/nox
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ui quick test lint docs fuzz bench soak dist clean
+.PHONY: help demo ui quick test matrix nightly lint docs fuzz mutants bench soak dist clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo:  ## a small training run, logged with lox
-	@$(ENVS) demo $(ARGS)
+demo: $(NOX)  ## a small training run, logged with lox
+	@$(NOX) -s demo -- $(ARGS)
 
-ui:  ## the curves of the demo in a browser (ARGS="--port 8080 --no-browser")
-	@$(ENVS) ui $(ARGS)
+ui: $(NOX)  ## the curves of the demo in a browser (ARGS="--port 8080 --no-browser")
+	@$(NOX) -s ui -- $(ARGS)
 
-quick:  ## the fast tests on the newest JAX, of the source as it is: between two edits (ARGS="-k scan")
-	@$(ENVS) quick $(ARGS)
+quick: $(NOX)  ## between two edits: the fast tests, on the source tree, in less than a minute (ARGS="-k scan")
+	@$(NOX) -s quick -- $(ARGS)
 
-test:  ## lint, types and tests on the oldest, middle and newest JAX, a few on the others (MATRIX=newest, MATRIX=all, ARGS="-k foo")
-	@$(ENVS) test "$(MATRIX)" $(ARGS)
+test: $(NOX)  ## before a push: lint, types and tests on the newest JAX (ARGS="-k scan")
+	@$(NOX) -s lint types tests -- $(ARGS)
 
-lint:  ## ruff and pyright only
-	@$(ENVS) lint
+matrix: $(NOX)  ## the rest of CI: other JAX and Python releases, and the documentation
+	@$(NOX) -t matrix -- $(ARGS)
 
-docs:  ## build the documentation (ARGS="-b linkcheck" looks for dead links, also to other sites)
-	@$(ENVS) docs $(ARGS)
+nightly: $(NOX)  ## all tests: whole tables, and thousands of random programs
+	@$(NOX) -s nightly -- $(ARGS)
 
-fuzz:  ## random programs against plain Python (N=1000, SEED=0)
-	@LOX_FUZZ_N=$(N) LOX_FUZZ_SEED=$(SEED) $(ENVS) run -m pytest -n 2 tests/test_fuzz.py $(ARGS)
+lint: $(NOX)  ## style and types alone
+	@$(NOX) -s lint types
 
-bench:  ## run time and compile time as ratios to hand-written code; other ways of logging beside it (ARGS="peers peers-right")
-	@$(ENVS) bench $(ARGS)
+docs: $(NOX)  ## the documentation, in docs/_build (ARGS="-b linkcheck" looks for dead links)
+	@$(NOX) -s docs -- $(ARGS)
 
-soak:  ## a long training in three minutes: does memory, or anything else, grow? (ARGS="--minutes 20", ARGS="tap wandb")
-	@$(ENVS) run benchmarks/soak.py $(ARGS)
+fuzz: $(NOX)  ## random programs against plain Python (LOX_FUZZ_N=1000 LOX_FUZZ_SEED=0 make fuzz)
+	@$(NOX) -s fuzz -- $(ARGS)
 
-dist:  ## the release: build it, install the wheel in an empty environment, run the quick start
-	@$(ENVS) dist
+mutants: $(NOX)  ## plant small faults in lox, and see whether the tests find them (ARGS="--number 60 --seed 0")
+	@$(NOX) -s mutants -- $(ARGS)
 
-clean:  ## remove the environments, caches and build outputs
-	rm -rf .venv dist build docs/_build .pytest_cache .ruff_cache
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+bench: $(NOX)  ## ratios to hand-written code; other ways of logging beside it (ARGS="peers peers-right")
+	@$(NOX) -s bench -- $(ARGS)
+
+soak: $(NOX)  ## three minutes of a long training: memory, objects and threads must not grow (ARGS="--minutes 20")
+	@$(NOX) -s soak -- $(ARGS)
+
+dist: $(NOX)  ## the release: build it, and run the README with the wheel in an empty environment
+	@$(NOX) -s dist
+
+clean:  ## remove environments, caches and build outputs
+	rm -rf .venv .nox dist build docs/_build .pytest_cache .ruff_cache
+
+$(NOX):
+	@echo "$(or $(PYTHON),$(error no Python >= 3.11 on PATH: install one, or pass PYTHON=...)) installs nox in .venv/"
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/pip install --quiet --disable-pip-version-check "nox>=2026.10.20"

@@ -23,7 +23,7 @@ from timing import Table, take_turns
 from ways import Way
 
 HERE = Path(__file__).parent
-WITH_ORYX = HERE.parent / ".venv" / "oryx" / "bin" / "python"  # tools/envs.py makes it
+WITH_ORYX = HERE.parent / ".nox" / "oryx" / "bin" / "python"  # the session `oryx` makes it
 SECONDS = 15.0  # for each kind of time, shared by the ways that take turns
 PATIENCE = 300  # with a process
 Numbers = dict[str, Any]  # "run" and "lower" in seconds, "ops"; "values": "right", or what is wrong

@@ -1,9 +1,13 @@
-"""Eight host devices and strict types, before anything imports jax.
+"""Eight host devices and strict types, before anything imports jax; and the choice of tests.
 
 `LOX_TEST_PLATFORM=cuda` runs the tests on a GPU. `optional` skips tests that need more than the machine has.
+`--nightly` runs all tests. Without it, tests marked `nightly` are left out, and n cases of each `sample(n)` run.
 """
 
+import itertools
 import os
+import random
+from pathlib import Path
 
 # The CPU too, because `jax.debug.callback` needs it.
 os.environ["JAX_PLATFORMS"] = ",".join(dict.fromkeys([os.environ.get("LOX_TEST_PLATFORM", "cpu"), "cpu"]))
@@ -18,6 +22,10 @@ if os.environ["JAX_PLATFORMS"] != "cpu":
     # Where the one result of a program is also what a host call is computed from, XLA for GPUs ends the process (JAX
     # 0.11), for `jax.debug.callback` as for the default sink; not without this pass.
     os.environ["XLA_FLAGS"] += " --xla_disable_hlo_passes=multi_output_fusion"
+# Workers share compiled programs, and so does the next run. The fixture `no_cache` is for tests about compiling.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".nox" / "xla-cache"))
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.pop("LOX_SINK", None)
 # An int that silently becomes a float somewhere in lox would change users' values.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
@@ -36,6 +44,45 @@ def default_sink():
     yield
     jax.effects_barrier()
     lox.config.sink = "console"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--nightly", action="store_true", help="run all tests, and every case of every table")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.nightly or any("[" in argument for argument in config.args):  # a case is asked for by name
+        return
+    is_named = any("::" in argument for argument in config.args)
+    kept = [item for item in items if is_named or not item.get_closest_marker("nightly")]
+    tables = {}
+    for item in kept:
+        if marker := item.get_closest_marker("sample"):
+            tables.setdefault((item.nodeid.partition("[")[0], marker.args[0]), []).append(item)
+    left_out = {item for (_, number), cases in tables.items() for item in set(cases) - set(sample(cases, number))}
+    kept = [item for item in kept if item not in left_out]
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
+
+
+def sample(cases, number):
+    """Choose cases of a table: each next one adds the most values, and pairs of values, that no other has.
+
+    All workers choose the same ones. Each JAX release of the matrix gets others.
+    """
+    order = random.Random(f"{cases[0].originalname} {jax.__version__}").sample(cases, len(cases))
+
+    def combinations(case):
+        values = sorted(case.callspec.indices.items())
+        return {*values, *itertools.combinations(values, 2)}
+
+    chosen, seen = [], set()
+    while order and len(chosen) < number:
+        best = max(order, key=lambda case: len(combinations(case) - seen))
+        order.remove(best)
+        chosen.append(best)
+        seen |= combinations(best)
+    return chosen
 
 
 def pytest_terminal_summary(terminalreporter):

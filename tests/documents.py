@@ -30,6 +30,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import forks
+
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 MISSING = 77  # the exit code if the page needs packages that are not installed
@@ -81,16 +83,12 @@ class Reader:
         self.done = 0
         programs = folder / "bin"
         programs.mkdir()
-        for name, words in ("python", ""), ("lox", "-P -m lox "):
-            file = programs / name
-            file.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words}"$@"\n')
-            file.chmod(0o755)
+        forks.executables(programs)
         self.environment = {
-            **os.environ,
+            **forks.user_environment(),
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "COLUMNS": "120",
-            "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
         }
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -186,9 +184,12 @@ def main(page: Path) -> int:
     if missing := packages(page):
         print(f"not installed: {', '.join(sorted(missing))}")
         return MISSING
-    # JAX would add a note to every error, which doctest takes for a part of its text.
-    os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
+    import jax
+
     import lox
+
+    # JAX would add a note to every error, which doctest takes for a part of its text.
+    jax.config.update("jax_traceback_filtering", "off")
 
     with tempfile.TemporaryDirectory() as folder:
         reader = Reader(page, Path(folder))

@@ -360,6 +360,7 @@ CALLED: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("number", [2, 17, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 16, 40)]])
 @pytest.mark.parametrize("called", CALLED)
 @pytest.mark.parametrize("options", [{}, {"interval": 3}, {"reduce": {"loss": "mean"}}], ids=str)
@@ -449,6 +450,7 @@ def in_lanes(f: Any) -> Any:
     return lambda x: jax.vmap(f)(x * jnp.arange(1.0, 5.0))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("nested", NESTED)
 def test_a_transformation_inside_of_others_compiles_a_loop_once(nested: str, loop: str) -> None:
@@ -522,6 +524,7 @@ PATTERNS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_neither_retrace_nor_recompile(pattern: str, transform: str) -> None:
@@ -570,6 +573,7 @@ def test_a_static_argument_that_is_compared_by_identity() -> None:
     assert all(given is config for given in seen) and len(seen) == 1
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["args", "kwargs", "self", "given", "options", "transformed"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_names_of_arguments(transform: str, name: str) -> None:
@@ -671,6 +675,7 @@ def test_donated_arguments_are_donated() -> None:
         assert out.tolist() == [2.0] * 8
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", [{}, {"reduce": {"a": "mean"}}, {"prefix": "p/"}, {"interval": 2}], ids=str)
 @pytest.mark.parametrize("loop", ["once", "scan", "where", "while"])
 def test_a_step_that_keys_share_is_one_result_of_a_program(loop: str, options: Any) -> None:

@@ -279,6 +279,7 @@ def without_logs(layout: Sharded) -> tuple[Any, Any]:
     return collectives(program.as_text()), jax.device_get(program(*layout.arguments()))
 
 
+@pytest.mark.sample(1)
 @each_layout
 @each_interest
 def test_the_collectives_of_a_program_written_by_hand(layout: Sharded, interest: Any) -> None:
@@ -297,6 +298,7 @@ def test_the_collectives_of_a_program_written_by_hand(layout: Sharded, interest:
             check_logs(layout, logs, interest, option)
 
 
+@pytest.mark.sample(2)
 @each_layout
 def test_a_jitted_program(layout: Sharded) -> None:
     with use(layout.mesh):
@@ -310,6 +312,7 @@ def test_a_jitted_program(layout: Sharded) -> None:
             check_logs(layout, logs, arrays, "stacked")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.fsdp and x.tensor], ids=name_of)
 def test_donated_weights(layout: Sharded) -> None:
     with use(layout.mesh):
@@ -324,6 +327,7 @@ def test_donated_weights(layout: Sharded) -> None:
         check_logs(layout, logs, arrays, "stacked")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.kind is AxisType.Auto], ids=name_of)
 def test_a_mesh_that_only_the_arguments_know(layout: Sharded) -> None:
     arguments = layout.arguments()

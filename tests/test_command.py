@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import urllib.request
 import warnings
 from pathlib import Path
 
+import forks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +31,7 @@ from lox.view import _filter  # noqa: E402
 
 package("pyarrow.parquet")
 ROOT = Path(lox.__file__).parent.parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TZ": "UTC"}
+ENVIRONMENT = {**forks.user_environment(), "TZ": "UTC"}
 HOSTILE = ["=cmd|' /C calc'!A0", "a\nb", "\x1b[31mred\x1b[0m", "[bold]x[/bold]", "größe/πάθος", "a,b;\"c'", "'quoted"]
 
 
@@ -48,7 +50,7 @@ def command(capsys):
 
 
 def process(*arguments, environment=None, **options):
-    command = [sys.executable, "-m", "lox", *map(str, arguments)]
+    command = forks.command("-m", "lox", *arguments)
     return subprocess.run(
         command, capture_output=True, text=True, env={**ENVIRONMENT, **(environment or {})}, **options
     )
@@ -357,7 +359,7 @@ def test_tail_follows_new_events_and_new_runs_and_ctrl_c_ends_it(tmp_path):
     writer.append(run, lox.logdict({"loss": np.float32(1)}, steps={"step": {"loss": np.int32(0)}}))
     writer.flush()
     tail = subprocess.Popen(
-        [sys.executable, "-m", "lox", "tail", str(tmp_path), "--interval", "0.05"],
+        forks.command("-m", "lox", "tail", tmp_path, "--interval", "0.05"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -383,9 +385,7 @@ def test_tail_until_finished_has_everything(tmp_path):
     writer.append(run, {"x": np.int32(0)})
     writer.flush()
     arguments = ["tail", str(tmp_path), "--until-finished", "--json", "--interval", "0.01"]
-    tail = subprocess.Popen(
-        [sys.executable, "-m", "lox", *arguments], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+    tail = subprocess.Popen(forks.command("-m", "lox", *arguments), stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     lines = reading(tail, '"x"')
     for n in range(1, 50):
         writer.append(run, {"x": np.int32(n)})
@@ -395,6 +395,7 @@ def test_tail_until_finished_has_everything(tmp_path):
     assert tail.returncode == 0 and [json.loads(line)["values"]["x"] for line in lines] == list(range(50))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("backlog", [0, 3])
 @pytest.mark.parametrize("seed", range(int(os.environ.get("LOX_TAIL_N", "6"))))
@@ -499,7 +500,7 @@ def on_terminal(*arguments, columns=100, environment=None):
     outer, inner = pty.openpty()
     environment = {**ENVIRONMENT, "COLUMNS": str(columns), "TERM": "xterm-256color", **(environment or {})}
     environment.pop("NO_COLOR", None) if not (environment or {}).get("NO_COLOR") else None
-    command = [sys.executable, "-m", "lox", *map(str, arguments)]
+    command = forks.command("-m", "lox", *arguments)
     started = subprocess.Popen(command, stdout=inner, stderr=inner, stdin=inner, env=environment)
     os.close(inner)
     data = b""
@@ -550,7 +551,7 @@ def test_a_closed_pipe_is_no_error(tmp_path):
         lox.save({"x": n}, tmp_path, key=jax.random.key(n), config={"text": "x" * 500})
     for name in ("ls", "tail"):
         arguments = f"{name} {tmp_path} --json" + (" --once -n 1000" if name == "tail" else "")
-        program = f"{sys.executable} -m lox {arguments} | head -n 1; echo ${{PIPESTATUS[0]}}"
+        program = f"{shlex.join(forks.command('-m', 'lox'))} {arguments} | head -n 1; echo ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, env=ENVIRONMENT)
         assert done.stderr == "" and done.stdout.splitlines()[-1] in ("0", "141")
 

@@ -25,6 +25,7 @@ from optional import pyarrow
 import lox
 from lox.store import Reader, Writer, _compact, _group, _merged
 
+pytestmark = pytest.mark.nightly
 KILLS = int(os.environ.get("LOX_KILLS", "10"))
 SEEDS = int(os.environ.get("LOX_COMPACT_N", "6"))
 

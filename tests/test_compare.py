@@ -68,6 +68,7 @@ def test_differences_are_scipys(runs, scores):
     assert lower.improvement.value == pytest.approx(1 - u) and lower.wins == (a < b).sum()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_bootstrap_intervals_are_archs(runs, scores):
     bootstrap = package("arch.bootstrap")

@@ -332,6 +332,7 @@ def plain(x: Any) -> Any:
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("case", BY_CPP | OTHERS)
 def test_later_calls_give_what_the_first_gave(case: str, missed: list[Any]) -> None:
     run = (BY_CPP | OTHERS)[case]()
@@ -354,6 +355,7 @@ def test_later_calls_give_what_the_first_gave(case: str, missed: list[Any]) -> N
 NOT_IN_JIT = ("disabled_jit", "debugged", "compile_time", "transformations_inside", "made_anew", "shard_map")
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", [case for case in BY_CPP | OTHERS if case not in NOT_IN_JIT])
 def test_events_are_those_of_one_program(case: str) -> None:
     run, x = (BY_CPP | OTHERS)[case](), jnp.float32(1.5)
@@ -795,6 +797,7 @@ def as_lists(tree: Any) -> Any:
     return jax.tree.map(plain, (dict(tree), tree.steps) if isinstance(tree, lox.logdict) else tree)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("calling", CALLING.values(), ids=CALLING)
 def test_cpp_calls_programs_that_call_the_host(calling: Callable[..., Any], missed: list[Any]) -> None:
     """Each call has the events and the results of one in a function that is new, in order."""

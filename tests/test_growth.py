@@ -251,6 +251,7 @@ def same(found: Any, expected: Any, rtol: float) -> None:
     jax.tree.map(compare, found, expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", REDUCTIONS)
 @pytest.mark.parametrize("option", ["plain", "where", "weight", "interval", "vmap", "while", "tap"])
 def test_shared_accumulators_are_exact(how: str, option: str) -> None:
@@ -296,6 +297,7 @@ def test_shared_accumulators_are_exact(how: str, option: str) -> None:
     same(logs_of(True), logs_of(False), rtol)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["mean", "max", "first"])
 def test_keys_that_part(how: str) -> None:
     """Keys share a state only as long as they are logged together."""
@@ -343,6 +345,7 @@ def test_a_step_of_many_events_is_one_operand_of_the_host_call(options: Any, lan
         assert max(count(5)) == max(count(25)) <= 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"buffer": 4}, {"buffer": 3, "interval": 2}])
 @pytest.mark.parametrize("lanes", [0, 2])
 def test_events_that_share_their_steps_arrive_as_by_spool(options: Any, lanes: int) -> None:

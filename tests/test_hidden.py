@@ -112,6 +112,7 @@ def in_pallas_call(x: Any) -> Any:
     return pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((), jnp.float32), interpret=True)(x)
 
 
+@pytest.mark.sample(13)
 @pytest.mark.slow
 @pytest.mark.parametrize(("f", "name"), [(in_linear_call, "linear_call"), (in_pallas_call, "pallas_call")])
 def test_an_opaque_primitive_in_a_function_that_has_run_before_is_an_error(f: Any, name: str, transform: Any) -> None:
@@ -202,6 +203,7 @@ opaque_p.def_abstract_eval(lambda x, fun: jax.make_jaxpr(lambda x: fun(x))(x).ou
 mlir.register_lowering(opaque_p, mlir.lower_fun(lambda x, fun: fun(x), multiple_results=False))
 
 
+@pytest.mark.sample(23)
 @pytest.mark.slow
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("fun", [double, lambda x: double(x), jax.jit(double)], ids=["def", "lambda", "jit"])

@@ -41,6 +41,7 @@ def everything(path: Any) -> Any:
     return [(run.name, run.key_data, run.config, run.events) for run in lox.runs(path)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_the_index_changes_nothing(tmp_path: Any, monkeypatch: Any, seed: int) -> None:
     """Two directories with the same runs, one of them without an index."""
@@ -226,6 +227,7 @@ def _begin_many(path: str, number: int, mode: str, ready: Any, told: Any) -> Non
         told.put((number, n, begin(path, n if mode == "error" else 7, mode, float(number))))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["new", "error", "overwrite"])
 def test_several_processes_at_once(tmp_path: Any, mode: str) -> None:

@@ -132,6 +132,7 @@ def halving(kind: str) -> Any:
     return lambda x: eqxi.while_loop(lambda x: x > 1, body, x, max_steps=8, kind=kind, **options)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "spooled",
@@ -152,6 +153,7 @@ def test_lanes_of_an_equinox_loop_that_have_finished_do_not_log(kind: str, spool
     assert lox.spool(f, capacity=8)(4.0)[1]["x"].tolist() == [4.0, 2.0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_lanes_of_an_equinox_loop_under_two_vmaps(kind: str) -> None:
     f = halving(kind)
@@ -170,6 +172,7 @@ def test_lanes_of_an_equinox_loop_under_two_vmaps(kind: str) -> None:
     assert [logs.lane(i)["x"].tolist() for i in range(3)] == HALVED
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_lanes_of_an_equinox_loop_are_reduced_and_streamed(kind: str) -> None:
     f = halving(kind)
@@ -221,6 +224,7 @@ def test_asking_for_any_lane_does_not_finish_lanes() -> None:
     assert logs.lane(0)["x"].tolist() == [4.0, 2.0, 1.0, 0.5, 0.25]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["checkpointed", "bounded"])
 def test_differentiating_an_equinox_loop_repeats_no_event(kind: str) -> None:
     f = halving(kind)
@@ -300,6 +304,7 @@ def decay(adjoint: str | None = None) -> Any:
 YS = jnp.array([1.0, 20.0, 0.01])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adjoint", [None, "DirectAdjoint", "ForwardMode"])
 def test_diffrax_events_are_those_of_the_steps(adjoint: str | None) -> None:
     solve = decay(adjoint)
@@ -320,6 +325,7 @@ def test_diffrax_events_are_those_of_the_steps(adjoint: str | None) -> None:
     assert [len(lanes.lane(i)["y"]) for i in range(3)] == (2 * steps).tolist()
 
 
+@pytest.mark.nightly
 def test_diffrax_backsolve_evaluates_the_field_in_a_solve_of_its_own() -> None:
     solve = decay("BacksolveAdjoint")
     (_, steps), logs = lox.spool(jax.jit(solve), capacity=128)(1.0)
@@ -345,6 +351,7 @@ def root(adjoint: str) -> Any:
     return find
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adjoint", ["RecursiveCheckpointAdjoint", "ImplicitAdjoint"])
 def test_optimistix_events_are_those_of_the_steps(adjoint: str) -> None:
     find = root(adjoint)
@@ -368,6 +375,7 @@ def test_optimistix_events_are_those_of_the_steps(adjoint: str) -> None:
 # --- OTT and Optax -------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_ott_fixed_point_loop() -> None:
     loop = library("ott.math.fixed_point_loop")
 

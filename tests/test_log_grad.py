@@ -32,6 +32,7 @@ def expected() -> list[float]:
     return cts
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "grad",

@@ -530,6 +530,7 @@ def test_merge_drops_valid_of_what_it_replaces():
 # --- choosing ---
 
 
+@pytest.mark.sample(15)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("index", "x", "step"),
@@ -651,6 +652,7 @@ def check_reduced(logs, how, values):
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", REDUCED)
 @pytest.mark.parametrize("xs", ARRAYS, ids=lambda x: f"{x.dtype}{list(x.shape)}")
@@ -666,6 +668,7 @@ def test_reduce(how, xs):
     assert is_numpy(to_numpy(whole).reduce(how))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", REDUCED)
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
@@ -681,6 +684,7 @@ def test_reduce_respects_valid(how, dtype):
         assert logs.valid == {}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [h for h in REDUCED if h != "append"])
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
@@ -794,6 +798,7 @@ def test_compact_with_lanes_outside():
     same(logs.step, {"x": i32([[0, 2, -1], [-1, 2, 3]])})
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "batched",
@@ -851,6 +856,7 @@ def test_there_is_no_lane(logs):
 # --- NumPy stays NumPy ---
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "act",

@@ -787,6 +787,7 @@ def test_errors_that_the_disk_reports_last(tmp_path, monkeypatch, kind, reason):
     logger.close()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("runs", [1, 70], ids=["open", "more than are kept open"])
 @pytest.mark.parametrize("kind", [CsvLogger, JsonlLogger])
 def test_a_disk_that_is_full_for_a_while_tears_no_row(tmp_path, monkeypatch, kind, runs):

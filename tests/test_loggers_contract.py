@@ -43,6 +43,7 @@ def check(case, logger, events, closed=True):
         assert case.read(logger) == case.stored(events)
 
 
+@pytest.mark.sample(3)
 @case
 @how
 def test_eagerly_and_jitted(case, how, tmp_path):
@@ -58,6 +59,7 @@ def test_eagerly_and_jitted(case, how, tmp_path):
     check(case, logger, {name: expected(1.0) for name in "012"})
 
 
+@pytest.mark.sample(8)
 @case
 @how
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
@@ -89,6 +91,7 @@ def test_a_vmap_on_which_no_run_depends_makes_lanes_inside_the_runs(how, jit, tm
         assert lox.load(tmp_path, name)["x"].tolist() == [list(range(lanes))]
 
 
+@pytest.mark.sample(4)
 @case
 @how
 def test_init_inside_every_transformation(case, how, tmp_path):
@@ -105,6 +108,7 @@ def test_init_inside_every_transformation(case, how, tmp_path):
     check(case, logger, {"7": expected(0.0), "8": expected(10.0), "9": expected(20.0)})
 
 
+@pytest.mark.sample(10)
 @case
 @how
 def test_inside_a_scan(case, how, tmp_path):
@@ -121,6 +125,7 @@ def test_inside_a_scan(case, how, tmp_path):
     check(case, logger, {"7": both})
 
 
+@pytest.mark.sample(11)
 @case
 def test_a_run_per_iteration(case, tmp_path):
     with case.make(tmp_path) as logger:
@@ -133,6 +138,7 @@ def test_a_run_per_iteration(case, tmp_path):
     check(case, logger, {name: {"a": [({}, 1.0)]} for name in "789"})
 
 
+@pytest.mark.sample(11)
 @case
 def test_log(case, tmp_path):
     with case.make(tmp_path) as logger:
@@ -148,6 +154,7 @@ def test_log(case, tmp_path):
     check(case, logger, {"7": events})
 
 
+@pytest.mark.sample(2)
 @case
 @how
 def test_options(case, how, tmp_path):
@@ -178,6 +185,7 @@ def test_options(case, how, tmp_path):
     check(case, logger, events)
 
 
+@pytest.mark.sample(4)
 @case
 def test_while_loops(case, tmp_path):
     def halve(x):
@@ -195,6 +203,7 @@ def test_while_loops(case, tmp_path):
     check(case, logger, {run: {"x": [({}, v) for v in values]} for run, values in events.items()})
 
 
+@pytest.mark.sample(6)
 @case
 @how
 def test_ragged_lanes(case, how, tmp_path):
@@ -231,6 +240,7 @@ def test_flush_makes_events_visible(case, tmp_path):
     check(case, logger, {"7": {"a": [({}, m) for m in range(3)]}})
 
 
+@pytest.mark.sample(9)
 @case
 def test_after_closing(case, tmp_path):
     logger = case.make(tmp_path)
@@ -258,6 +268,7 @@ def test_after_closing(case, tmp_path):
     check(case, logger, {"7": expected(0.0)})
 
 
+@pytest.mark.sample(8)
 @case
 @how
 def test_a_compiled_function_writes_to_the_run_of_its_state_not_to_the_logger_it_was_traced_with(case, how, tmp_path):
@@ -278,6 +289,7 @@ def test_a_compiled_function_writes_to_the_run_of_its_state_not_to_the_logger_it
     assert len(traced) == 1
 
 
+@pytest.mark.sample(6)
 @case
 @how
 def test_errors_do_not_reach_the_program(case, how, tmp_path, monkeypatch):
@@ -304,6 +316,7 @@ def test_errors_do_not_reach_the_program(case, how, tmp_path, monkeypatch):
         assert actual == {"7": 13}
 
 
+@pytest.mark.sample(3)
 @case
 def test_nothing_is_lost_in_a_small_queue(case, tmp_path, monkeypatch):
     before = set(threading.enumerate())
@@ -385,6 +398,7 @@ def stored_shapes(case, events):
     return events
 
 
+@pytest.mark.sample(8)
 @case
 @pytest.mark.parametrize("options", [{}, {"buffer": 3}], ids=str)
 @pytest.mark.filterwarnings("ignore:the events of '[hv]' do not fit into one array:lox.LoxWarning")

@@ -37,6 +37,7 @@ class Keep(lox.Logger):
         return sum(self.parts[str(run)], lox.logdict())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(SEED + 10_000, SEED + 10_000 + N))
 def test_program(seed: int) -> None:
     program, x0 = program_for(seed)

@@ -70,6 +70,7 @@ X = np.arange(8, dtype=np.float32)
 LOCAL = X.reshape(DEVICES, 2).sum(1)
 
 
+@pytest.mark.sample(3)
 @each_kind
 @with_and_without_context
 @jitted_or_not
@@ -84,6 +85,7 @@ def test_reduced_inside_shard_map(kind: AxisType, context: bool, jit: bool) -> N
     same(logs.step, {"c": i32(2), "i": i32(2)})
 
 
+@pytest.mark.sample(6)
 @each_kind
 @with_and_without_context
 @jitted_or_not
@@ -96,6 +98,7 @@ def test_every_second_event_inside_shard_map(kind: AxisType, context: bool, jit:
     same(logs, {"local": f32(LOCAL), "total": f32(28), "c": f32([LOCAL, LOCAL + 4]), "i": i32([0, 2])})
 
 
+@pytest.mark.sample(3)
 @each_kind
 @with_and_without_context
 @jitted_or_not
@@ -127,6 +130,7 @@ def test_a_loop_around_shard_map_reduced(kind: AxisType) -> None:
             same(h(x)[1], {"local": f32(2 * LOCAL + 6), "total": f32(80), "c": f32(6 * LOCAL + 30), "i": i32(6)})
 
 
+@pytest.mark.sample(1)
 @each_kind
 @with_and_without_context
 def test_python_control_flow_in_shard_map(kind: AxisType, context: bool) -> None:
@@ -187,6 +191,7 @@ def in_everything(x: Any) -> Any:
     return in_while(jax.jit(in_scan)(in_cond(scalar(x)) - 4))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("body", [in_scan, in_cond, in_while, in_everything])
 def test_logs_in_a_shard_map_do_not_depend_on_concrete_values(body: Any) -> None:
     mesh = mesh_of(AxisType.Auto)
@@ -212,6 +217,7 @@ def test_logs_in_a_shard_map_do_not_depend_on_concrete_values(body: Any) -> None
     same(actual[1], jax.tree.map(np.asarray, expected[1]))
 
 
+@pytest.mark.sample(1)
 @each_kind
 def test_a_loop_in_a_shard_map_whose_length_is_a_value(kind: AxisType) -> None:
     """Outside of jit, such a `fori_loop` has a known length."""
@@ -237,6 +243,7 @@ def test_a_loop_in_a_shard_map_whose_length_is_a_value(kind: AxisType) -> None:
             lox.spool(jax.jit(f))(x)
 
 
+@pytest.mark.nightly
 @each_kind
 def test_a_while_loop_on_devices_next_to_other_events_of_its_key(kind: AxisType) -> None:
     if jax.__version_info__ < (0, 8) and kind == AxisType.Explicit:
@@ -275,6 +282,7 @@ def test_a_while_loop_on_devices_next_to_a_vmap_of_another_size(mapped_first: bo
         lox.spool(f, capacity=7)(X)
 
 
+@pytest.mark.sample(5)
 @each_kind
 @jitted_or_not
 @pytest.mark.parametrize("reduce", ["last", "first", "sum"])
@@ -325,6 +333,7 @@ def test_a_nested_shard_map_evaluated_eagerly() -> None:
     same(logs, {"row": f32([1, 5]), "x": f32([0, 1, 2, 3])})
 
 
+@pytest.mark.sample(2)
 @each_kind
 @jitted_or_not
 def test_a_shard_map_that_is_manual_over_some_axes(kind: AxisType, jit: bool) -> None:
@@ -364,6 +373,7 @@ def test_a_shard_map_that_is_manual_over_some_axes(kind: AxisType, jit: bool) ->
 ONCE = {"local": 4, "total": 1, "c": 12, "i": 3, "mine": 1, "ours": 1, "while": 6, "jitted": 1}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", [{}, {"buffer": 2}, {"interval": 1}, {"interval": 1, "buffer": 2}], ids=str)
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 @each_kind
@@ -434,6 +444,7 @@ WATCHED = {
 }
 
 
+@pytest.mark.sample(1)
 @each_kind
 @pytest.mark.parametrize("how", WATCHED)
 def test_watch_tells_once_in_every_execution(kind: AxisType, how: str) -> None:
@@ -467,6 +478,7 @@ def test_watch_tells_once_in_every_execution(kind: AxisType, how: str) -> None:
 STEPS = np.arange(5, dtype=np.int32)
 
 
+@pytest.mark.sample(2)
 @each_kind
 @pytest.mark.parametrize("mapped", [False, True])
 def test_watch_does_not_gather_large_values(kind: AxisType, mapped: bool) -> None:
@@ -493,6 +505,7 @@ def test_watch_does_not_gather_large_values(kind: AxisType, mapped: bool) -> Non
     assert error.value == np.inf and error.steps == {"step": 3}
 
 
+@pytest.mark.sample(2)
 @each_kind
 @pytest.mark.parametrize("first", ["scan", "cond"])
 def test_a_reduction_is_of_one_value_unless_devices_decide(kind: AxisType, first: str) -> None:
@@ -554,6 +567,7 @@ TABLE = np.arange(16, dtype=np.float32).reshape(4, 4)
 CORNERS = f32([10, 18, 42, 50])  # the sums on the four devices
 
 
+@pytest.mark.sample(1)
 @each_kind
 @with_and_without_context
 @jitted_or_not
@@ -599,6 +613,7 @@ def test_a_mesh_does_not_stick_to_numbers_that_are_not_on_it() -> None:
     same(table * number.astype(jnp.float32), TABLE)
 
 
+@pytest.mark.sample(2)
 @each_kind
 @with_and_without_context
 @jitted_or_not
@@ -647,6 +662,7 @@ def test_one_key_over_two_mesh_axes_of_one_size(kind: AxisType, options: Any) ->
 # --- gradients ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @each_kind
 @pytest.mark.parametrize("context, jit", [(True, True), (True, False), (False, True)])  # as far as JAX itself can go
 def test_gradients_of_sharded_values(kind: AxisType, context: bool, jit: bool) -> None:
@@ -731,6 +747,7 @@ PROGRAMS = [branch, loop, train]
 LANES = np.arange(8, dtype=np.float32)
 
 
+@pytest.mark.sample(1)
 @each_kind
 @jitted_or_not
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -762,6 +779,7 @@ def test_lanes_over_a_mesh(program: Any, jit: bool, kind: AxisType) -> None:
     assert len(events_of_mesh) == len(events)
 
 
+@pytest.mark.sample(1)
 @each_kind
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_transformed_inside_lanes_over_a_mesh(program: Any, kind: AxisType) -> None:
@@ -787,6 +805,7 @@ def test_transformed_inside_lanes_over_a_mesh(program: Any, kind: AxisType) -> N
 NOT_AROUND = [(AxisType.Explicit, False), (AxisType.Auto, False), (AxisType.Auto, True)]
 
 
+@pytest.mark.nightly
 @jitted_or_not
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("kind, spmd", NOT_AROUND, ids=["explicit", "auto", "spmd_axis_name"])
@@ -808,6 +827,7 @@ def test_lanes_over_a_mesh_that_only_the_arrays_know(program: Any, kind: AxisTyp
     same(everything(f, put(LANES, mesh)), expected)
 
 
+@pytest.mark.sample(3)
 @each_kind
 @pytest.mark.parametrize("reduce", ["mean", "std", "min", "sum"])
 def test_reduced_lanes_outside_of_jit(kind: AxisType, reduce: str) -> None:
@@ -829,6 +849,7 @@ class Recorder(lox.Logger):
             self.values.setdefault(run.name + " " + key, []).extend(np.asarray(logs[key]).tolist())
 
 
+@pytest.mark.sample(2)
 @each_kind
 @pytest.mark.parametrize("options", [{}, {"buffer": 2}, {"reduce": "mean"}, {"interval": 2}], ids=str)
 def test_a_logger_with_seeds_over_a_mesh(kind: AxisType, options: Any) -> None:
@@ -885,6 +906,7 @@ def evaluate(x: Any) -> Any:
 PLACES = [("mesh", 0), (0, 1), (1, None), (2, "mesh"), (None, None)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("places", PLACES, ids=str)
 def test_programs_on_several_devices_in_one_function(places: Any) -> None:
     def both(x: Any) -> Any:
@@ -931,6 +953,7 @@ def test_a_failed_value_on_the_second_device() -> None:
         lox.watch(both)(jnp.zeros(4))
 
 
+@pytest.mark.sample(1)
 @each_kind
 @with_and_without_context
 def test_a_branch_that_only_logs_the_number_of_the_iteration(kind: AxisType, context: bool) -> None:
@@ -966,6 +989,7 @@ def test_a_branch_that_only_logs_the_number_of_the_iteration(kind: AxisType, con
             )
 
 
+@pytest.mark.sample(1)
 @each_kind
 @with_and_without_context
 def test_branches_of_different_numbers_of_logs_over_a_mesh(kind: AxisType, context: bool) -> None:
@@ -1066,6 +1090,7 @@ def test_loops_without_iterations_over_a_mesh(kind: AxisType, lengths: tuple[int
     assert (logs["x"].shape, logs["key"].shape) == ((0, 4), (0,))
 
 
+@pytest.mark.sample(1)
 @each_kind
 @jitted_or_not
 def test_lanes_inside_shard_map(kind: AxisType, jit: bool) -> None:
@@ -1095,6 +1120,7 @@ def test_lanes_inside_shard_map(kind: AxisType, jit: bool) -> None:
         assert sum(np.sum(logs["one"]) for logs in received if "one" in logs) == 1, options
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("transform", ["jit(vmap(watch))", "jit(watch(vmap))", "vmap(watch)", "watch(vmap)"])
 @with_and_without_context
 @each_kind

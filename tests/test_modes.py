@@ -90,6 +90,7 @@ def same(a: Any, b: Any) -> None:
 # --- transfer guards ---
 
 
+@pytest.mark.sample(2)
 @every
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_transfer_guard(transform: Callable[..., Any], jit: bool) -> None:
@@ -154,6 +155,7 @@ def test_transfer_guard_logger(tmp_path: Path) -> None:
 # --- leaks of tracers ---
 
 
+@pytest.mark.sample(2)
 @every
 def test_checking_leaks(transform: Callable[..., Any]) -> None:
     lox.config.sink = "off"
@@ -187,6 +189,7 @@ def in_some_lanes(x: Any) -> Any:
 DEBUGGERS: dict[str, Any] = {"nans": jax.debug_nans, "infs": jax.debug_infs}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("debug", list(DEBUGGERS.values()), ids=list(DEBUGGERS))
 @every
 def test_debugging_of_numbers_after_compilation(transform: Callable[..., Any], debug: Any) -> None:
@@ -197,6 +200,7 @@ def test_debugging_of_numbers_after_compilation(transform: Callable[..., Any], d
         same(transform(f)(ONE), before)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["mean", "sum", "min", "max", "first", "last", "count", "std", "var"])
 @pytest.mark.parametrize("debug", list(DEBUGGERS.values()), ids=list(DEBUGGERS))
 def test_debugging_of_numbers_under_reductions(how: str, debug: Any) -> None:
@@ -390,6 +394,7 @@ def test_export_of_logify_and_of_loggers_states(tmp_path: Path) -> None:
 # --- others ---
 
 
+@pytest.mark.sample(2)
 @every
 def test_rank_promotion_and_checks(transform: Callable[..., Any]) -> None:
     lox.config.sink = "off"
@@ -425,6 +430,7 @@ def test_precision_and_devices_between_calls() -> None:
     same(lox.spool(f)(ONE), expected)
 
 
+@pytest.mark.sample(2)
 @every
 def test_x64_between_calls(transform: Callable[..., Any]) -> None:
     lox.config.sink = "off"

@@ -61,6 +61,7 @@ ALL = ["train/loss", "train/acc", "test/loss", "debug/norm", "lr"]
 # --- argnames and tags ---
 
 
+@pytest.mark.sample(73)
 @pytest.mark.slow
 @pytest.mark.parametrize("keys_of", [spooled_keys, tapped_keys, kept_keys, removed_keys])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
@@ -183,6 +184,7 @@ SILENCING = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [looping, looping_twice, asking, branching, looping_over_branches])
 @pytest.mark.parametrize("mapped", MAPPED)
@@ -227,6 +229,7 @@ def test_prefix_with_other_options():
 # --- interval ---
 
 
+@pytest.mark.sample(16)
 @pytest.mark.slow
 @pytest.mark.parametrize("interval", [1, 2, 3, 5, 10, np.int64(2)])
 @pytest.mark.parametrize(
@@ -877,6 +880,7 @@ def warned(call, *args):
     return [str(w.message) for w in actual]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("transform", SELECTIVE)
@@ -888,6 +892,7 @@ def test_a_selection_that_matches_nothing_warns(transform, around):
     assert warned(transform(varied, tags="metrc"), x) == [tags]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("transform", SELECTIVE)
@@ -897,6 +902,7 @@ def test_a_selection_that_matches_something_does_not_warn(transform, around):
         assert warned(transform(varied, **options), jnp.float32(1)) == []
 
 
+@pytest.mark.sample(21)
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", SELECTIVE)
 @pytest.mark.parametrize(
@@ -1082,6 +1088,7 @@ def in_loops(logs):
     jax.lax.scan(body, 0, length=2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Casting complex")
 @pytest.mark.parametrize(
@@ -1169,6 +1176,7 @@ SMALL_FLOATS = [
 ]  # XLA cannot compile the six-bit ones for the CPU
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", SMALL_FLOATS)
 @pytest.mark.parametrize("how", ["min", "max"])
@@ -1199,6 +1207,7 @@ def test_extremes_of_complex_numbers_that_are_infinite():
             same(lox.spool(scanned, reduce=how)(x)[1], {"x": np.asarray(getattr(np, how)(x))})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["var", "std"])
 @pytest.mark.parametrize("mean", [0.0, 1e4, 1e6, 1e4 + 1e4j])

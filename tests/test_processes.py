@@ -4,10 +4,10 @@ import json
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,9 +28,14 @@ def run(case: str, path: Path, processes: int) -> list[Any]:
     program = Path(__file__).with_name("process_cases.py")
     path.mkdir(exist_ok=True)
     outputs = [open(path.with_name(f"{path.name}-{n}.txt"), "w+") for n in range(processes)]  # noqa: SIM115
-    command = [sys.executable, str(program), case, str(path)]
+    environment = forks.user_environment()
     started = [
-        subprocess.Popen([*command, str(n), str(processes), str(port)], stdout=output, stderr=subprocess.STDOUT)
+        subprocess.Popen(
+            forks.command(program, case, path, n, processes, port),
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
         for n, output in enumerate(outputs)
     ]
     try:
@@ -57,12 +62,14 @@ def _is_json(line: str) -> bool:
     return True
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["spool", "eager_spool", "watch"])
 def test_every_process_sees_the_same(tmp_path: Path, case: str) -> None:
     (expected,) = run(case, tmp_path / "one", 1)
     assert run(case, tmp_path / "two", 2) == [expected, expected]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["tap", "tap_inside", "tap_buffer"])
 def test_the_first_process_taps(tmp_path: Path, case: str) -> None:
     (expected,) = run(case, tmp_path / "one", 1)
@@ -70,6 +77,7 @@ def test_the_first_process_taps(tmp_path: Path, case: str) -> None:
     assert run(case, tmp_path / "two", 2) == [expected, []]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["save", "resume"])
 def test_one_run_on_disk(tmp_path: Path, case: str) -> None:
     for processes, name in ((1, "one"), (2, "two")):
@@ -84,6 +92,7 @@ def test_one_run_on_disk(tmp_path: Path, case: str) -> None:
     assert len(groups) == 2 * len([path for path in (tmp_path / "one").iterdir() if path.is_dir()])
 
 
+@pytest.mark.nightly
 def test_parts_of_arrays(tmp_path: Path) -> None:
     for processes, name in ((1, "one"), (2, "two")):
         run("parts", tmp_path / name, processes)
@@ -136,6 +145,7 @@ def test_processes_that_log_different_things(tmp_path: Path) -> None:
         assert lox.load(tmp_path / "two", "7")["a"].tolist() == [[i] * 4 for i in range(3)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["ragged", "inside"])
 def test_the_same_runs_as_from_one_process(tmp_path: Path, case: str) -> None:
     for processes, name in ((1, "one"), (2, "two")):
@@ -146,6 +156,7 @@ def test_the_same_runs_as_from_one_process(tmp_path: Path, case: str) -> None:
         same(lox.load(tmp_path / "two", name), lox.load(tmp_path / "one", name))
 
 
+@pytest.mark.nightly
 def test_a_tracker_takes_whole_arrays(tmp_path: Path) -> None:
     first, second = run("tracker_parts", tmp_path / "two", 2)
     assert len(first) == 1 and first[0].startswith(
@@ -163,6 +174,7 @@ def test_a_tracker_takes_whole_arrays(tmp_path: Path) -> None:
     assert logs["large"][order, 0].tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
+@pytest.mark.nightly
 def test_parts_of_a_process_that_is_killed_are_missing(tmp_path: Path) -> None:
     assert run("parts_killed", tmp_path / "two", 2) == ["closed", -9]
     reader = lox.store.Reader(tmp_path / "two")
@@ -186,6 +198,7 @@ def test_parts_of_a_process_that_is_killed_are_missing(tmp_path: Path) -> None:
         lox.load(tmp_path / "two", "7", argnames="mean")
 
 
+@pytest.mark.nightly
 def test_a_text_file_is_written_by_the_first_process(tmp_path: Path) -> None:
     for processes, name in ((1, "one"), (2, "two")):
         run("jsonl", tmp_path / name, processes)
@@ -193,6 +206,7 @@ def test_a_text_file_is_written_by_the_first_process(tmp_path: Path) -> None:
     assert one == two and len(one) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("case", "folders"), [("tensorboard", 2), ("tensorboard_together", 1)])
 def test_tensorboard_in_the_first_process(tmp_path: Path, case: str, folders: int) -> None:
     readers = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -213,6 +227,7 @@ def test_tensorboard_in_the_first_process(tmp_path: Path, case: str, folders: in
     assert found[0] == found[1] and len(found[0][0]) > 5
 
 
+@pytest.mark.nightly
 def test_wandb_in_the_first_process(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     found = []

@@ -76,6 +76,7 @@ def looped(kind: str, number: int) -> Any:
     return loop
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("options", [{}, {"keep_logs": True}, {"interval": 3}, {"prefix": "p/"}], ids=str)
 def test_stacked(kind: str, options: Any) -> None:
@@ -88,6 +89,7 @@ def test_stacked(kind: str, options: Any) -> None:
     same(logs.steps["epoch"][key], np.asarray(numbers, np.float32) / 2)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", [k for k in VALUES if k not in ("bool", "complex")])
 @pytest.mark.parametrize("reduce", ["mean", "max", "last"])
 def test_reduced(kind: str, reduce: str) -> None:
@@ -400,6 +402,7 @@ class Part(NamedTuple):
     around: str
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:`argnames` names:lox.LoxWarning")
 @pytest.mark.parametrize("seed", range(SEED, SEED + N))
 def test_random_programs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

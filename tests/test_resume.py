@@ -319,6 +319,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make, read", OTHERS)
 def test_a_run_that_is_resumed_equals_one_that_never_stopped(make: Any, read: Any, tmp_path: Any) -> None:
     attempt(tmp_path / "whole", init, 0, 20, make=make)
@@ -344,6 +345,7 @@ def test_a_step_for_every_lane_of_other_loggers(make: Any, read: Any, tmp_path: 
     assert read(tmp_path / "runs") == read(tmp_path / "whole")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("make, read", OTHERS[:3])
 @pytest.mark.parametrize("same_key", [False, True])
 def test_lanes_without_a_seed_and_lanes_with_the_same(make: Any, read: Any, same_key: bool, tmp_path: Any) -> None:
@@ -634,16 +636,17 @@ def start(path: Path, noise: float) -> Any:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_kill_a_training_and_resume_it(tmp_path: Any) -> None:
-    """`LOX_KILLS=100` for more."""
+    """`LOX_KILLS=100` kills more of them."""
     (tmp_path / "whole").mkdir()
     with start(tmp_path / "whole", 0.0) as process:
         assert process.wait() == 0
     expected = lox.load(tmp_path / "whole" / "runs", jax.vmap(jax.random.key)(jnp.arange(2)))
     rng = random.Random(0)
     kills = rounds = 0
-    while kills < int(os.environ.get("LOX_KILLS", 10)):
+    while kills < int(os.environ.get("LOX_KILLS", 2)):
         path = tmp_path / f"{rounds}"
         rounds += 1
         path.mkdir()
@@ -713,6 +716,7 @@ WITH_ORBAX = """
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_checkpoints_of_orbax(tmp_path: Any) -> None:
     """Killed while a checkpoint is being saved, and in between."""
     pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is installed with the newest JAX only")

@@ -75,6 +75,7 @@ def in_loop(x: Any) -> Any:
     return lax.scan(lambda c, _: (whole(c), None), x, None, 3)[0]
 
 
+@pytest.mark.sample(5)
 @each_kind
 @with_and_without_context
 @around_or_inside
@@ -151,6 +152,7 @@ def test_a_hundred_seeds_over_a_mesh(kind: AxisType, tapped: Any, options: Any) 
 SHAPES = [((128,), ("d",)), ((4, 128), (None, "d")), ((8, 4, 8), ("d",))]
 
 
+@pytest.mark.sample(2)
 @each_kind
 @with_and_without_context
 @jitted_or_not
@@ -328,6 +330,7 @@ def on_devices(body: Any, mesh: Mesh, check: bool = True) -> Any:
     return jax.shard_map(body, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"), check_vma=check)
 
 
+@pytest.mark.sample(2)
 @each_kind
 @jitted_or_not
 @pytest.mark.parametrize("body", BODIES)
@@ -338,6 +341,7 @@ def test_events_of_all_devices_are_those_of_spool(kind: AxisType, jit: bool, bod
         compare(jax.jit(f) if jit else f, put(X, mesh, "a", "b"), capacity=10 if body is until else None)
 
 
+@pytest.mark.sample(3)
 @each_kind
 @pytest.mark.parametrize("options", [{}, {"buffer": 2}], ids=str)
 def test_events_that_some_devices_have(kind: AxisType, options: Any) -> None:
@@ -361,6 +365,7 @@ def test_events_that_some_devices_have(kind: AxisType, options: Any) -> None:
         same(np.ravel(logs.lane(n)["some"] if "some" in logs.lane(n) else f32([])), np.ravel(spooled.lane(n)["some"]))
 
 
+@pytest.mark.sample(1)
 @each_kind
 def test_lanes_around_and_devices(kind: AxisType) -> None:
     mesh = mesh_of(kind, (2, 2), ("a", "b"))
@@ -374,6 +379,7 @@ def test_lanes_around_and_devices(kind: AxisType) -> None:
     same(c, np.swapaxes(expected, 0, 1))
 
 
+@pytest.mark.sample(1)
 @each_kind
 @jitted_or_not
 def test_gradients_and_devices(kind: AxisType, jit: bool) -> None:
@@ -389,6 +395,7 @@ def test_gradients_and_devices(kind: AxisType, jit: bool) -> None:
         compare(jax.jit(f) if jit else f, put(X, mesh, "a", "b"))
 
 
+@pytest.mark.sample(1)
 @each_kind
 @jitted_or_not
 def test_some_axes_of_the_mesh(kind: AxisType, jit: bool) -> None:
@@ -467,6 +474,7 @@ def by_device(received: list[Any], key: str, step: str = "d") -> dict[int, list[
     return dict(sorted(found.items()))
 
 
+@pytest.mark.sample(6)
 @each_kind
 @jitted_or_not
 @pytest.mark.parametrize("options", [{}, {"buffer": 2}], ids=str)
@@ -535,6 +543,7 @@ def test_a_step_with_the_name_of_a_mesh_axis() -> None:
     assert [int(logs.steps["d"]["x"]) for logs in received] == [9] * DEVICES
 
 
+@pytest.mark.sample(3)
 @each_kind
 @jitted_or_not
 def test_a_tap_inside_of_shard_map_says_which_device(kind: AxisType, jit: bool) -> None:
@@ -630,6 +639,7 @@ def one_by_one(x: Any) -> Any:
     return lax.scan(lambda c, i: (lox.log({"x": c.sum() + i}), (c, None))[1], x, jnp.arange(5.0, 8.0))[0]
 
 
+@pytest.mark.sample(2)
 @each_kind
 @around_or_inside
 @pytest.mark.parametrize("inside", [True, False], ids=["shard_map", "jit"])
@@ -649,6 +659,7 @@ def test_a_buffer_holds_events_back(kind: AxisType, tapped: Any, inside: bool) -
             assert (calls, events) == (2, [many(i) for i in range(8)])
 
 
+@pytest.mark.sample(2)
 @each_kind
 @around_or_inside
 def test_a_buffer_of_events_from_everywhere(kind: AxisType, tapped: Any) -> None:
@@ -673,6 +684,7 @@ def test_a_buffer_of_events_from_everywhere(kind: AxisType, tapped: Any) -> None
 # --- callbacks that raise --------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @each_kind
 @pytest.mark.parametrize("options", [{}, {"buffer": 3}], ids=str)
 @pytest.mark.parametrize("inside", [True, False], ids=["shard_map", "jit"])
@@ -725,6 +737,7 @@ def test_a_callback_that_raises_before_devices_meet_again() -> None:
 # --- loggers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(6)
 @each_kind
 @pytest.mark.parametrize("options", [{}, {"buffer": 2}], ids=str)
 @pytest.mark.parametrize("body", [once, row, loop, lanes, branch])

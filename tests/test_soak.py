@@ -22,6 +22,7 @@ def at_rest(work: soak.Work) -> dict[str, float]:
     return {**soak.counts(), **soak.entries()}  # so that it is said which
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", soak.PARTS)
 def test_nothing_grows(name: str, tmp_path: Path) -> None:
     if name == "wandb":

@@ -56,6 +56,7 @@ def counting(n: Any) -> Any:
     return lax.while_loop(lambda i: i < n, body, 0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("buffer", [None, 2])
 @pytest.mark.parametrize("jit", [False, True])
 def test_vmap_on_either_side_gives_the_events_of_each_lane(buffer: int | None, jit: bool) -> None:
@@ -235,6 +236,7 @@ def test_an_error_of_the_user_is_not_taken_for_an_earlier_one() -> None:
         lox.watch(g)(1.0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("x", [1.3, 1, True, jnp.float32(1.3)])
 def test_python_numbers(x: Any) -> None:
     def f(x: Any) -> Any:

@@ -65,6 +65,7 @@ def test_a_buffer_keeps_steps_and_lanes() -> None:
     assert blocks[0].lane(1)["c"].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_reduce_sends_one_event_at_the_end_or_one_per_buffer(form: str) -> None:

@@ -95,6 +95,7 @@ def test_mlflow_accepts_every_name(name):
     _validate_metric_name(metric_name(name))
 
 
+@pytest.mark.nightly
 @trackers
 def test_strange_names(make, read, tmp_path):
     with make(tmp_path) as logger:
@@ -764,6 +765,7 @@ def test_neptune_runs_that_fail_and_names_that_are_too_long(tmp_path):
     not (logger_cases.HAS_NEPTUNE and logger_cases.HAS_MLFLOW and logger_cases.HAS_TRACKIO and logger_cases.HAS_WANDB),
     reason="not all clients are installed",
 )
+@pytest.mark.nightly
 def test_open_runs_are_written_at_exit(tmp_path):
     """The clients end their runs at exit too, but lox must come first."""
     script = f"""
@@ -853,6 +855,7 @@ def check_ppo(runs, prefix="", histograms=("gradients/mean", "gradients/std"), i
         assert [frames for _, frames in run["frames"]] == [512 * n for n in range(1, 11)]
 
 
+@pytest.mark.nightly
 @needs_neptune
 def test_neptune_example(example, neptune_folder):
     example("neptune_ppo").main()
@@ -862,6 +865,7 @@ def test_neptune_example(example, neptune_folder):
     check_ppo(runs, "train/")
 
 
+@pytest.mark.nightly
 @needs_mlflow
 def test_mlflow_example(example):
     example("mlflow_ppo").main(logger_cases.mlflow_uri())
@@ -869,6 +873,7 @@ def test_mlflow_example(example):
     check_ppo(read_mlflow(logger))
 
 
+@pytest.mark.nightly
 @needs_trackio
 def test_trackio_example(example, tmp_path):
     project = make_trackio(tmp_path).project

@@ -136,6 +136,7 @@ def counts(logs: lox.logdict) -> dict[str, int]:
 QUICK = {"jit", "grad"}
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("transform", [pytest.param(t, marks=() if t in QUICK else pytest.mark.slow) for t in UNARY])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_event_once(name: str, transform: str) -> None:
@@ -157,6 +158,7 @@ def test_every_event_once(name: str, transform: str) -> None:
     assert {k: sum(k in e for e in streamed) for k in expected} == expected
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "cond"])
 def test_lanes(name: str) -> None:
@@ -203,6 +205,7 @@ def test_vmapped_branches_that_log_alike_have_no_valid() -> None:
 # --- loops ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["literal", "constant", "closure", "jit", "cond", "inner scan"])
 @pytest.mark.parametrize("transform", ["grad", "jit(grad)", "grad(jit)", "linearize", "grad(remat)", "jvp", "plain"])
@@ -379,6 +382,7 @@ def test_logs_that_flow_on_are_not_doubled_by_derivative_rules(flowing: Any) -> 
             assert counts(lox.spool(grad(h))(X)[1]) == counts(lox.spool(grad(flowing(h)))(X)[1]) == {"v": 1}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("loop", ["none", "scan", "fori", "cond", "remat"])
 @pytest.mark.parametrize("logs", [False, True])
 def test_a_forward_rule_may_call_its_function(loop: str, logs: bool) -> None:
@@ -567,6 +571,7 @@ PRIMITIVES: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_primitives(name: str) -> None:
@@ -615,6 +620,7 @@ def doubled(x: Any) -> Any:
     return x * 2
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("eager", ["own", "as JAX", "none"])
 @pytest.mark.parametrize("name", ["twice", "closed_call", "scan"])
 def test_a_rule_for_a_primitive_of_ones_own(name: str, eager: str) -> None:
@@ -976,6 +982,7 @@ def unrolled_in_environments(w: Any, scoped: bool = False) -> Any:
         return train.sum() + unroll(6, 2).sum()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("f", [trained_and_evaluated, unrolled_in_environments])
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -1017,6 +1024,7 @@ def test_one_key_under_one_vmap_called_again() -> None:
     assert lox.spool(f, reduce="max")(2)[1]["h"].tolist() == [7.0, 7.0, 7.0]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["cond", "cond in scan", "scan", "while"])
 @pytest.mark.parametrize(

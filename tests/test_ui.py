@@ -71,6 +71,7 @@ def runs(tmp_path):
 # --- who may ask ---
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "host",
@@ -123,6 +124,7 @@ def test_another_site_may_not_read(runs):
         assert not any(name.startswith("access-control") for name in headers)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
@@ -482,6 +484,7 @@ def merged(old: dict[str, Any], news: dict[str, Any]) -> dict[str, Any]:
     return {**news, "groups": groups}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_what_grows_is_what_it_would_be_if_it_were_read_anew(tmp_path, seed):

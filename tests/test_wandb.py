@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace as namespace
 
+import forks as python_forks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -214,6 +215,7 @@ logger.close()
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs ulimit")
 @pytest.mark.parametrize("how", ["flush", "close"])
 def test_a_full_disk(tmp_path, how):
@@ -574,13 +576,18 @@ def test_online_the_server_is_asked_for_the_runs(monkeypatch):
     assert WandbLogger(mode="online", aggregate=True)._resumable(["7"]) is None
 
 
+@pytest.mark.nightly
 def test_example(tmp_path):
     """As users start it, with W&B's environment variables."""
     variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_GROUP": "not this one", "WANDB_NOTES": "n"}
-    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path), "WANDB_SILENT": "true"}
-    environment.pop("JAX_NUMPY_DTYPE_PROMOTION", None)
-    script = [sys.executable, "-W", "error", str(EXAMPLES / "wandb_ppo.py")]
-    done = subprocess.run(script, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    environment = {
+        **python_forks.user_environment(),
+        **variables,
+        "XLA_FLAGS": python_forks.FAST,
+        "WANDB_SILENT": "true",
+    }
+    environment |= {"PYTHONWARNINGS": "error"}
+    done = python_forks.run([EXAMPLES / "wandb_ppo.py"], capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("episodes lasted")
     assert not done.stderr

@@ -43,6 +43,7 @@ def _quiet() -> Any:
     lox.config.sink = before
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_it_stops_at_the_first_nan(name: str) -> None:
@@ -333,6 +334,7 @@ PROGRAMS: dict[str, Any] = {
 LASTS = [None, 4]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("last", LASTS)
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -351,6 +353,7 @@ def test_against_a_simulation(name: str, last: int | None) -> None:
         assert [repr(described(e, None)) for e in errors] == ([] if want is None else [repr(want)])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("last", LASTS)
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -432,6 +435,7 @@ def test_large_events_are_kept_as_often_as_asked_for() -> None:
         assert info.value.logs["x"][-1, -1] == np.inf and np.isfinite(info.value.logs["x"][:-1]).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [None, 1, 30, 150, 2000])
 def test_a_failure_at_any_place_of_a_block(last: int | None) -> None:
@@ -466,6 +470,7 @@ def test_a_failure_at_any_place_of_a_block(last: int | None) -> None:
                 assert "third" not in error.logs
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("last", LASTS)
 def test_numbers_of_events_may_overflow(last: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
