@@ -1,6 +1,6 @@
-"""Make the picture of the dashboard anew: `python docs/pictures.py`, with the packages of the tests and chromium.
+"""Draw the picture of the README again: `python docs/pictures.py`, with the packages of the tests and chromium.
 
-It is a screenshot of what `examples/ppo_sweep.py` has logged: PPO with 16 seeds for each of three learning rates.
+It is a screenshot of `lox ui` after the program of the README.
 """
 
 import contextlib
@@ -13,16 +13,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+import documents  # noqa: E402
 from browser import chromium, served  # noqa: E402
 from test_ui_browser import open_page  # noqa: E402
 
 
 def main() -> None:
+    (program,) = [block.text for block in documents.blocks(ROOT / "README.md") if block.text.startswith("# train.py")]
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        subprocess.run([sys.executable, ROOT / "examples" / "ppo_sweep.py"], check=True)
-        with served("lox-ppo-sweep") as address, chromium(1280, 505) as page:
+        subprocess.run([sys.executable, "-c", program], check=True)
+        with served("runs") as address, chromium(1280, 497) as page:
             open_page(page, address)
-            time.sleep(2)  # the histogram is drawn after the curves
+            time.sleep(2)  # the curves grow into place
             page.save_screenshot(str(ROOT / "docs" / "_static" / "curves.png"))
 
 

@@ -5,7 +5,8 @@ A page is run from top to bottom, in one empty folder and one Python session of 
 - ```python blocks with `>>>` are doctests, whose output is compared;
 - ```python blocks without are files, named by their first line, `# train.py`;
 - ```console blocks hold commands behind `$ `, which are run by a shell, and their output, which is compared if there is
-  any. `lox ui` is started, asked for its page, and stopped; `pip install` is not run, but what it names must exist.
+  any. `lox ui` is started, asked for its page, and stopped; `git clone` and `pip install` are not run, but the extras
+  that they name must exist.
 - ```text blocks are only shown. No other block is allowed, so that no example is left out by accident.
 
 Blocks may be indented, as in lists. `...` in an output stands for anything.
@@ -136,7 +137,7 @@ class Reader:
             self.fail(block, "a console without a command: commands begin with `$ `")
         for command, wanted in commands:
             self.done += 1
-            if command.startswith("pip install"):
+            if command.startswith(("git clone", "pip install")):
                 check_install(command) or self.fail(block, f"{command}: there is no such extra")
             elif command.startswith("lox ui "):
                 self.look_at_page(block, command)

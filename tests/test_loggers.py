@@ -1004,6 +1004,16 @@ def test_closing_one_run_leaves_the_others(wrap):
         logger.close(second)
 
 
+def test_closing_all_runs_ends_those_behind_one_that_has_ended(tmp_path):
+    with lox.SaveLogger(tmp_path) as logger:
+        states = jax.vmap(logger.init)(jax.random.split(jax.random.key(0), 3))
+        jax.vmap(lambda state, x: logger.log(state, {"x": x}, step=0))(states, jnp.arange(3.0))
+        logger.close(jax.tree.map(lambda x: x[0], states))
+        jax.vmap(logger.close)(states)
+        logger.flush()
+        assert [run.state for run in lox.runs(tmp_path)] == ["finished"] * 3
+
+
 def test_the_run_is_that_of_the_state_in_every_call(tmp_path):
     logger, prng_keys = lox.SaveLogger(tmp_path), [jax.random.key(1), jax.random.key(2)]
     states = [logger.init(prng_key) for prng_key in prng_keys]

@@ -536,8 +536,8 @@ or return it with the others:   lox\.spool\(f\)"""
 
 
 def test_unreduced_values() -> None:
-    if jax.__version_info__ < (0, 8):
-        pytest.skip("JAX 0.7 has no unreduced values to speak of")
+    if jax.__version_info__ < (0, 9):
+        pytest.skip("XLA of JAX 0.8 aborts when a program returns an unreduced value, also without lox")
     mesh = mesh_of(AxisType.Explicit)
 
     def doubled(x: Any) -> Any:

@@ -146,6 +146,14 @@ def test_names_that_are_taken_are_numbered() -> None:
     assert [taken.take("a"), taken.take("a.1"), taken.take("a"), taken.take("a")] == ["a", "a.1", "a.2", "a.3"]
 
 
+def test_parameters_with_the_same_last_name_are_told_apart_by_their_paths() -> None:
+    configs = [{"actor": {"lr": rate}, "critic": {"lr": 10 * rate}} for rate in (0.5, 0.25)]
+    assert names.of_runs([[0, 1], [0, 2]], configs=configs) == [
+        "1 actor.lr=0.5 critic.lr=5",
+        "2 actor.lr=0.25 critic.lr=2.5",
+    ]
+
+
 def test_many_lanes_of_one_prng_key() -> None:
     taken = names.Taken()
     assert len({taken.take(name) for name in names.of_runs([[0, 42]] * 20_000)}) == 20_000

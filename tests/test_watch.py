@@ -654,6 +654,17 @@ def test_a_logger_writes_the_last_events(tmp_path: Any, wrap: Any) -> None:
     assert logs["after"].tolist() == [1] and logs["again/n"].tolist() == [5]
 
 
+def test_a_logger_writes_the_last_events_of_the_device_that_failed(tmp_path: Any) -> None:
+    mesh = jax.sharding.Mesh(devices(8), ("d",))
+    spec = jax.sharding.PartitionSpec("d")
+    sharded = jax.shard_map(lambda x: squares(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec)
+    with lox.SaveLogger(tmp_path) as logger:
+        state = logger.init(jax.random.key(0))
+        with pytest.raises(lox.NonFiniteError):
+            logger.watch(jax.jit(sharded), state, last=3)(jnp.ones(8).at[3].set(9.0))
+    assert np.ravel(lox.load(tmp_path, key=jax.random.key(0))["n"]).tolist() == [3, 4, 5]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fun", [scanned(1000), looped], ids=["scan", "while"])
 def test_a_lane_that_has_failed_is_written_once(tmp_path: Any, fun: Any) -> None:
