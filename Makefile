@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 pytho
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 NOX = .venv/bin/nox
 ARGS ?=
+N ?= 1000
+SEED ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo ui quick test matrix nightly lint docs fuzz mutants bench soak dist clean
@@ -35,8 +37,8 @@ lint: $(NOX)  ## style and types alone
 docs: $(NOX)  ## the documentation, in docs/_build (ARGS="-b linkcheck" looks for dead links)
 	@$(NOX) -s docs -- $(ARGS)
 
-fuzz: $(NOX)  ## random programs against plain Python (LOX_FUZZ_N=1000 LOX_FUZZ_SEED=0 make fuzz)
-	@$(NOX) -s fuzz -- $(ARGS)
+fuzz: $(NOX)  ## random programs against plain Python (N=1000 SEED=0)
+	@LOX_FUZZ_N=$(N) LOX_FUZZ_SEED=$(SEED) $(NOX) -s fuzz -- $(ARGS)
 
 mutants: $(NOX)  ## plant small faults in lox, and see whether the tests find them (ARGS="--number 60 --seed 0")
 	@$(NOX) -s mutants -- $(ARGS)

@@ -37,7 +37,7 @@ nox.options.download_python = "never"
 
 
 def show_all_of_pyenv() -> None:
-    """Let the search find every Python of pyenv, whose shims otherwise offer only the selected one."""
+    """Let the search find every Python of pyenv. Its shims offer only the selected one."""
     home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     if pyenv := shutil.which("pyenv") or shutil.which("pyenv", path=str(home / "bin")):
         versions = subprocess.run([pyenv, "versions", "--bare"], capture_output=True, text=True, check=True).stdout
@@ -47,7 +47,7 @@ def show_all_of_pyenv() -> None:
 
 
 def newest_python() -> str:
-    """Return the newest minor version for which this machine has a released CPython."""
+    """Return the newest minor version of the released CPythons on this machine."""
     for minor in range(20, 10, -1):
         found = get_interpreter(f"cpython3.{minor}")
         if found is not None and found.version_info.releaselevel == "final" and not found.free_threaded:
@@ -115,7 +115,7 @@ def pytest(session: nox.Session, python: str, *arguments: str, **env: str) -> No
 
 SHARED = str(ROOT / ".nox" / "newest" / "bin" / "python")
 NO_BROWSER = """\
-NOT TESTED: what the dashboard shows in a browser, because there is none.
+NOT TESTED: the dashboard in a browser. There is no browser on this machine.
 Install one:  apt-get install chromium chromium-driver"""
 
 
@@ -197,7 +197,7 @@ def soak(session: nox.Session) -> None:
 
 # --- The matrix: everything else that CI runs ----------------------------------------------------
 
-# Tests whose outcome depends on how a JAX release traces and lowers programs and on how it treats effects.
+# Their outcome depends on the way in which a JAX release traces and lowers programs and treats effects.
 TRACING = [
     *("test_canary", "test_dispatch", "test_fuzz", "test_hidden", "test_log", "test_meshes", "test_options"),
     *("test_order", "test_recompute", "test_scope", "test_sharded", "test_streams", "test_tap", "test_transforms"),
@@ -231,7 +231,7 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session(python="3.11", tags=["matrix"], default=False)
 def py311(session: nox.Session) -> None:
-    """Run the tests of tracing on the newest JAX of Python 3.11, and those that need rliable."""
+    """Run the tests of tracing on the newest JAX of Python 3.11, and the tests against rliable."""
     if NEWEST == "3.11":
         return session.log("`make test` has run all tests in this cell")
     python = prepare(session, "jax", *EXTRAS["test"])

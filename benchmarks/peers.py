@@ -101,7 +101,7 @@ def output_of(kind: type[Way], script: str, *arguments: str, **environment: str)
     """Run a script of this folder where that way works: return the lines of JSON that it prints, and why it failed."""
     python = WITH_ORYX if kind is ways.Oryx else Path(sys.executable)
     if not python.exists():
-        return [], "not installed: it needs JAX 0.5.0, in an environment that `make bench` makes"
+        return [], "not installed: it needs JAX 0.5.0, in an environment that `.venv/bin/nox -s oryx` makes"
     command = [python, "-W", "ignore", HERE / script, *arguments]
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=os.environ | environment) as process:
         try:

@@ -1,13 +1,13 @@
 """Runs a page of the documentation as its reader would: `python tests/documents.py docs/guides/rl.md`.
 
-A page is run from top to bottom, in one empty folder and one Python session of its own:
+A page runs from top to bottom, in one empty folder and one Python session:
 
-- ```python blocks with `>>>` are doctests, whose output is compared;
-- ```python blocks without are files, named by their first line, `# train.py`;
-- ```console blocks hold commands behind `$ `, which are run by a shell, and their output, which is compared if there is
-  any. `lox ui` is started, asked for its page, and stopped; `git clone` and `pip install` are not run, but the extras
-  that they name must exist.
-- ```text blocks are only shown. No other block is allowed, so that no example is left out by accident.
+- ```python blocks with `>>>` are doctests. Their output is compared.
+- ```python blocks without `>>>` are files. Their first line is the name: `# train.py`.
+- ```console blocks hold commands behind `$ ` and their output. A shell runs the commands, and the output, if there is
+  any, is compared. `lox ui` is started, asked for its page, and stopped. `git clone` and `pip install` are not run, but
+  the extras that they name must exist.
+- ```text blocks are only shown. No other block is allowed: it would be an example without a test.
 
 Blocks may be indented, as in lists. `...` in an output stands for anything.
 """
@@ -189,7 +189,7 @@ def main(page: Path) -> int:
 
     import lox
 
-    # JAX would add a note to every error, which doctest takes for a part of its text.
+    # JAX would add a note to every error, and doctest would compare the note too.
     jax.config.update("jax_traceback_filtering", "off")
 
     with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,7 @@
 
 A server process has imported JAX and lox. For each program it forks, and the fork runs the program as `python` would:
 with the arguments, environment, folder and standard streams of the caller. No JAX backend exists before the fork, so
-each program starts its own. Programs that are killed, or whose import of lox is tested, start Python themselves.
+each program starts its own. Tests that kill a program, or test the import of lox, start Python themselves.
 
     forks.run(["program.py", "argument"], cwd=folder)   replaces subprocess.run([sys.executable, ...])
     forks.command("program.py", "argument")             replaces [sys.executable, ...]

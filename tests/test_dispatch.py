@@ -599,7 +599,7 @@ def test_another_precision_is_another_program() -> None:
     f = logging()
     for _ in range(3):
         assert lox.spool(lambda: f(jnp.float32(1)))()[1]["x"].dtype == jnp.float32
-        with jax.experimental.enable_x64() if jax.__version_info__ < (0, 8) else jax.enable_x64(True):
+        with jax.enable_x64(True):
             assert lox.spool(lambda: f(jnp.float64(1)))()[1]["x"].dtype == jnp.float64
             assert lox.spool(lambda: f(1.0))()[1]["x"].dtype == jnp.float64
         assert lox.spool(lambda: f(1.0))()[1]["x"].dtype == jnp.float32
@@ -713,8 +713,6 @@ def test_transformations_see_the_events_of_such_a_function(silent: str) -> None:
 
 # --- programs that call the host, outside of transformations ---------------------------------------
 
-HAS_CONSTANTS = jax.__version_info__ >= (0, 8)  # of which C++ takes the token to be one
-
 
 def tapped(callback: Any, **options: Any) -> Any:
     return jax.jit(lox.tap(lambda x: (lox.log({"x": x.sum()}, step=1), x * 2)[1], callback, **options))
@@ -815,8 +813,7 @@ def test_cpp_calls_programs_that_call_the_host(calling: Callable[..., Any], miss
     jax.effects_barrier()
     assert events == expected
     assert as_lists(outs) == as_lists(results)
-    if HAS_CONSTANTS:
-        assert dispatched == []
+    assert dispatched == []
 
 
 def test_what_cpp_calls_outside_is_seen_by_transformations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -858,7 +855,6 @@ def test_those_who_wait_for_effects_wait_for_what_cpp_has_called() -> None:
         assert events == [0, 2, 4]
 
 
-@pytest.mark.skipif(not HAS_CONSTANTS, reason="C++ calls none of them")
 def test_what_cpp_has_called_last_on_each_device_is_waited_for() -> None:
     f = tapped(lambda logs: None)
     xs = [jax.device_put(jnp.arange(3.0), device) for device in jax.devices()[:2]]
@@ -878,7 +874,6 @@ def test_what_cpp_has_called_last_on_each_device_is_waited_for() -> None:
     assert runtime_tokens.output_runtime_tokens == {}
 
 
-@pytest.mark.skipif(not HAS_CONSTANTS, reason="C++ calls none of them")
 def test_what_cpp_calls_leaves_no_failure_of_an_earlier_program_behind() -> None:
     """On a GPU, the token of a program that has failed is still there when the next one is called."""
 

@@ -3,6 +3,7 @@
 Also: every public name is documented, every link leads somewhere, and the README's program has its curves in a browser.
 """
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -170,3 +171,33 @@ def test_links_lead_to_files(page):
 
 def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 150
+
+
+TESTS = ROOT / "tests"
+
+
+def nightly_tests():
+    """Give the tests that are marked `nightly`, by file; "all" if the mark is the file's."""
+    for file in sorted(TESTS.glob("test_*.py")):
+        tree = ast.parse(file.read_text())
+        marks = [node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
+        names = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and "pytest.mark.nightly" in map(ast.unparse, node.decorator_list)
+        }
+        if any("nightly" in ast.unparse(mark) for mark in marks):
+            names = {"all"}
+        if names:
+            yield file.stem, names
+
+
+def test_the_list_of_nightly_tests_is_complete():
+    text = (TESTS / "README.md").read_text()
+    rows = re.findall(r"^\| `(test_\w+)` \| (.*) \|$", text.partition("## Only with")[2], flags=re.MULTILINE)
+    listed = {file: set(re.findall(r"`(test_\w+)`", tests)) or {"all"} for file, tests in rows}
+    assert listed == dict(nightly_tests())
+    tables = sum(
+        len(re.findall(r"^ *@pytest.mark.sample", f.read_text(), re.MULTILINE)) for f in TESTS.glob("test_*.py")
+    )
+    assert f"{tables} tables run a sample" in text

@@ -246,8 +246,6 @@ def test_a_loop_in_a_shard_map_whose_length_is_a_value(kind: AxisType) -> None:
 @pytest.mark.nightly
 @each_kind
 def test_a_while_loop_on_devices_next_to_other_events_of_its_key(kind: AxisType) -> None:
-    if jax.__version_info__ < (0, 8) and kind == AxisType.Explicit:
-        pytest.skip("JAX 0.7 does not scatter into explicitly sharded arrays")
     mesh = mesh_of(kind)
     first = [[n for n in range(int(s), 9, 2)] for s in LOCAL]
 
@@ -783,8 +781,6 @@ def test_lanes_over_a_mesh(program: Any, jit: bool, kind: AxisType) -> None:
 @each_kind
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_transformed_inside_lanes_over_a_mesh(program: Any, kind: AxisType) -> None:
-    if jax.__version_info__ < (0, 8) and kind == AxisType.Explicit and program is loop:
-        pytest.skip("JAX 0.7 does not scatter into explicitly sharded arrays")
     mesh = mesh_of(kind)
     spooled = jax.jit(jax.vmap(lox.spool(program, capacity=20)))
     reduced = jax.jit(jax.vmap(lox.spool(program, reduce="mean")))
@@ -1126,8 +1122,6 @@ def test_lanes_inside_shard_map(kind: AxisType, jit: bool) -> None:
 @each_kind
 def test_watch_over_sharded_seeds(kind: AxisType, context: bool, transform: str) -> None:
     """Without a context, only the types of the arrays know the mesh."""
-    if jax.__version_info__ < (0, 8) and kind is AxisType.Explicit and "vmap(watch" in transform:
-        pytest.skip("JAX 0.7 does not scatter into explicitly sharded arrays")
 
     def fun(x: Any) -> Any:
         def step(x: Any, i: Any) -> Any:

@@ -26,7 +26,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / ".nox" / "lines"  # by `make test`; those by `make nightly` are in a folder "nightly"
+RECORD = ROOT / ".nox" / "lines"  # of `make test`; the folder "nightly" has the lines of `make nightly`
 SOURCES = ("lox/_engine/*.py", "lox/_transforms/*.py", "lox/_data/_bundle.py", "lox/_data/_lanes.py", "lox/store/*.py")
 SOURCES += tuple(f"lox/loggers/_{name}.py" for name in ("pipeline", "queue", "batch", "logger"))
 # Their behaviour goes with the renovations: compaction, the index, calls from C++ inside a transformed function.
@@ -37,7 +37,7 @@ EXCLUDED = {"_compact.py", "_merged.py", "_index.py", "_catalog.py", "_flatbuffe
 
 
 class Lines:
-    """Notes which lines of lox each test executes."""
+    """Records the lines of lox that each test executes."""
 
     def __init__(self):
         self.executed = defaultdict(set)
@@ -167,7 +167,7 @@ def place(fault):
 
 def replaced(text, node, new):
     """Return the source with a node replaced."""
-    if isinstance(node, ast.If):  # its condition alone, which may stand behind `elif`
+    if isinstance(node, ast.If):  # replace its condition alone: it may stand behind `elif`
         return replaced(text, node.test, new.test)
     lines = text.encode().splitlines(keepends=True)
     first, last = node.lineno - 1, node.end_lineno - 1
@@ -181,7 +181,7 @@ def replaced(text, node, new):
 
 
 def nearest_first(name, tests):
-    """Order tests by file: first the files whose names resemble the module's, then those with the most tests."""
+    """Order tests by file: names that resemble the module's come first, then files with many tests."""
     by_file = defaultdict(list)
     for test in sorted(tests):
         by_file[test.partition("::")[0]].append(test)

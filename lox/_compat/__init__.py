@@ -1,6 +1,6 @@
 """All that lox knows about JAX's versions and internals; no other module does.
 
-Each helper gives one answer for every supported JAX (0.7 and later). Where versions differ, the branch says since
+Each helper gives one answer for every supported JAX (0.8 and later). Where versions differ, the branch says since
 when, so that it can go once the older version is no longer supported.
 """
 
