@@ -1100,3 +1100,62 @@ def test_results_that_jax_does_not_know_are_returned_as_they_are(removed):
     assert g(1.0).tolist() == pytest.approx([np.tanh(2.0)] * 2)
     assert jax.vmap(g)(jnp.ones(3)).shape == (3, 2)
     assert jax.jacobian(g)(1.0).shape == (2,)
+
+
+# --- constants ------------------------------------------------------------------------------------
+
+WEIGHTS = jnp.arange(1.0, 4.0)
+
+
+def jitted_with_a_constant(x):
+    @jax.jit
+    def inner(x):
+        lox.log({"x": x})
+        return x * WEIGHTS.sum()
+
+    return inner(x)
+
+
+def scanned_with_a_constant(x):
+    def body(x, _):
+        lox.log({"x": x})
+        return x * WEIGHTS.sum(), None
+
+    return lax.scan(body, x, None, length=3)[0]
+
+
+def branched_with_a_constant(x):
+    def logged(x):
+        lox.log({"x": x})
+        return x * WEIGHTS.sum() + np.ones((), np.float32)
+
+    return lax.cond(x > 0, logged, lambda x: x, x)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
+@pytest.mark.parametrize("fun", [jitted_with_a_constant, scanned_with_a_constant, branched_with_a_constant])
+def test_functions_that_close_over_arrays(fun, wrap):
+    with lox.testing.capture():
+        result = wrap(fun)(2.0)
+    received = []
+    assert lox.nolog(wrap(fun))(2.0) == lox.tap(wrap(fun), received.append)(2.0) == result
+    again, logs = lox.spool(wrap(fun))(2.0)
+    jax.effects_barrier()
+    assert again == result
+    assert np.ravel(logs["x"]).tolist() == [float(event["x"]) for event in received]
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="JAX has no remat3")
+def test_the_new_remat_behind_a_flag():
+    @jax.checkpoint
+    def fun(x):
+        lox.log({"x": x})
+        return jnp.sin(jnp.sin(x))
+
+    jax.config.update("jax_remat3", True)
+    try:
+        result, logs = lox.spool(jax.grad(fun))(1.0)
+        assert lox.nolog(jax.grad(fun))(1.0) == result
+    finally:
+        jax.config.update("jax_remat3", False)
+    assert result == pytest.approx(np.cos(np.sin(1.0)) * np.cos(1.0)) and str(logs) == "{'x': 1.0}"

@@ -61,6 +61,8 @@ def is_high(jaxpr: Any) -> bool:
 
 def without_consts(closed: Any) -> tuple[Any, list[Any]]:
     """A jaxpr that takes its constants as leading arguments, as remat needs it, and those constants."""
+    if MERGED_JAXPR and jax.__version_info__[:3] == (0, 11, 0):  # constants cannot be taken off one by one
+        return closed.replace(constvars=[], invars=[*closed.constvars, *closed.invars]), list(closed.consts)
     if MERGED_JAXPR:
         return closed.with_consts([]), list(closed.consts)
     jaxpr = closed.jaxpr

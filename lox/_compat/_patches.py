@@ -466,15 +466,16 @@ def run_in_forward_pass(primitive: Any, stand_in: Any = None) -> None:
         return eqn, None, [False] * outs, [False] * outs, []
 
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
-    try:  # 0.12 has a new remat behind a flag, with a table of its own
+    try:  # 0.11 has a new remat behind a flag, with a table of its own
         from jax._src.interpreters import remat
     except ImportError:
         return
     if hasattr(remat, "rules"):
+        residuals = () if jax.__version_info__ < (0, 12) else ((),)  # since 0.12, a rule returns residuals too
         remat.rules[primitive] = lambda trace, *args, **params: (
             primitive.bind(*args, **params),
-            (),
-            lambda res, *args: [] if stand_in is None else [args[0]],
+            *residuals,
+            lambda *args: [] if stand_in is None else [args[len(residuals)]],
         )
 
 
