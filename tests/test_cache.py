@@ -134,6 +134,7 @@ WITH_NEW_ONES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_NEW_ONES)
 def test_a_new_callback_or_logger_for_every_call_compiles_nothing_again(case: str, capsys: Any) -> None:
     counter, call = Counter(), WITH_NEW_ONES[case]
@@ -220,6 +221,7 @@ def test_reductions_that_may_mean_something_else_are_different() -> None:
         factor = 1.0
 
 
+@pytest.mark.slow
 def test_programs_keep_neither_callbacks_nor_loggers_alive() -> None:
     f = jax.jit(Counter().fun)
 
@@ -293,6 +295,7 @@ def test_an_eager_scan_is_compiled_once() -> None:
     assert compiled == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, programs",
     [
@@ -390,6 +393,7 @@ def test_events_of_a_python_loop_are_those_of_one_program(called: str, number: i
     assert jax.tree.structure(logs) == jax.tree.structure(logs_of_one)
 
 
+@pytest.mark.slow
 def test_a_long_python_loop_needs_few_programs_to_join_its_events() -> None:
     def loop(x: Any, number: int) -> Any:
         for i in range(number):
@@ -450,6 +454,7 @@ def in_lanes(f: Any) -> Any:
     return lambda x: jax.vmap(f)(x * jnp.arange(1.0, 5.0))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("nested", NESTED)
@@ -524,6 +529,7 @@ PATTERNS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(17)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -573,6 +579,7 @@ def test_a_static_argument_that_is_compared_by_identity() -> None:
     assert all(given is config for given in seen) and len(seen) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["args", "kwargs", "self", "given", "options", "transformed"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -630,6 +637,7 @@ def test_the_program_of_a_tapped_jitted_function_has_no_effects() -> None:
     assert "call" in calls and "cache_miss" not in calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_a_nan_is_found_in_every_call_while_they_are_debugged(transform: str) -> None:
     f = jax.jit(lambda x: (lox.log({"x": x}), jnp.log(x))[1])
@@ -675,6 +683,7 @@ def test_donated_arguments_are_donated() -> None:
         assert out.tolist() == [2.0] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("options", [{}, {"reduce": {"a": "mean"}}, {"prefix": "p/"}, {"interval": 2}], ids=str)
 @pytest.mark.parametrize("loop", ["once", "scan", "where", "while"])

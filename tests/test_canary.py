@@ -163,6 +163,7 @@ def test_every_private_name_has_a_reason() -> None:
     assert [name for name in NAMES if name not in used] == [], "no longer used: take them out of NAMES"
 
 
+@pytest.mark.slow
 def test_private_names_are_in_the_compat_code_only() -> None:
     places = {place for places in private_names().values() for place in places}
     for file in SOURCE.rglob("*.py"):

@@ -824,6 +824,7 @@ def same_picture(address, pixels):
     return np.array_equal(np.asarray(image.open(io.BytesIO(data))), pixels)
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_what_was_logged_when_it_was(command, many, tmp_path):
     package("tensorboard").__name__  # noqa: B018
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -40,6 +40,7 @@ def ends(estimate):
     return estimate.low, estimate.high
 
 
+@pytest.mark.slow
 def test_means_and_their_intervals_are_scipys(runs, scores):
     stats = pytest.importorskip("scipy.stats")
     found = lox.compare(runs, "loss", by="lr")
@@ -286,6 +287,7 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path):
     assert _compare.Estimate(1.0, 0.5, 2.0).__str__() == "1 [0.5, 2]"
 
 
+@pytest.mark.slow
 def test_the_picture_has_the_intervals(runs, tmp_path):
     matplotlib = package("matplotlib")
     assert matplotlib.__version__

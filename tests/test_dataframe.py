@@ -39,6 +39,7 @@ def rows(frame):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_long(wrap, pd):
     _, logs = wrap(lox.spool(f))(1)

@@ -332,6 +332,7 @@ def plain(x: Any) -> Any:
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("case", BY_CPP | OTHERS)
 def test_later_calls_give_what_the_first_gave(case: str, missed: list[Any]) -> None:
@@ -355,6 +356,7 @@ def test_later_calls_give_what_the_first_gave(case: str, missed: list[Any]) -> N
 NOT_IN_JIT = ("disabled_jit", "debugged", "compile_time", "transformations_inside", "made_anew", "shard_map")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("case", [case for case in BY_CPP | OTHERS if case not in NOT_IN_JIT])
 def test_events_are_those_of_one_program(case: str) -> None:
@@ -369,6 +371,7 @@ def test_events_are_those_of_one_program(case: str) -> None:
             np.testing.assert_allclose(plain(a), plain(b), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_streams_see_events_of_functions_that_spool_has_made_fast() -> None:
     run, x = two(), jnp.float32(1)
     for _ in range(3):
@@ -618,6 +621,7 @@ def test_nothing_is_kept_alive() -> None:
     assert [ref() is None for ref in alive] == [True] * len(alive)
 
 
+@pytest.mark.slow
 def test_many_scopes_need_one_program_and_little_memory(missed: list[Any]) -> None:
     f = logging()
     lox.spool(lambda x: f(x) / 2)(jnp.float32(1))
@@ -699,6 +703,7 @@ def silent() -> Iterator[str]:
     yield subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_a_function_that_logs_costs_nothing_if_the_sink_is_off(silent: str) -> None:
     assert silent.splitlines()[0] == "result 4.0 dispatched from Python 0"
 
@@ -839,6 +844,7 @@ def test_what_cpp_calls_outside_is_seen_by_transformations(monkeypatch: pytest.M
         printed.clear()
 
 
+@pytest.mark.slow
 def test_those_who_wait_for_effects_wait_for_what_cpp_has_called() -> None:
     """On a CPU, calls return only after their callbacks: see the next test."""
     events: list[float] = []

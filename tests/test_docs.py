@@ -93,6 +93,7 @@ def test_curves_of_the_readme_in_a_browser(tmp_path, monkeypatch):
     assert list(rows) == ["lr=0.1", "lr=0.3", "lr=1"] and rows["lr=0.1"].startswith(shown(last))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_docstrings(name, tmp_path, monkeypatch):
     if name in NEEDED:
@@ -192,6 +193,7 @@ def nightly_tests():
             yield file.stem, names
 
 
+@pytest.mark.slow
 def test_the_list_of_nightly_tests_is_complete():
     text = (TESTS / "README.md").read_text()
     rows = re.findall(r"^\| `(test_\w+)` \| (.*) \|$", text.partition("## Only with")[2], flags=re.MULTILINE)

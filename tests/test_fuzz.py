@@ -370,7 +370,7 @@ def check_mesh(s: Subject) -> None:
 MESHES = list(itertools.product((1, 2, 4, 8), (True, False), (True, False)))
 
 
-QUICK = 3  # programs for the time between two edits
+QUICK = 1  # program for the time between two edits
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def traced(name: str, sites: int) -> Any:
 
 # One for the multiplication; `buffer` and `tap` let the log flow on. A reduction puts the value beside the others, and
 # takes the result of each key from that of all.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most"), [("spool", 1), ("mean", 3), ("var", 3), ("buffer", 2), ("tap mean", 5)], ids=str
 )
@@ -85,6 +86,7 @@ def calls(trace: Callable[[], Any]) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "most"), [("spool", 115), ("mean", 140), ("buffer", 140)], ids=str)
 def test_calls_for_each_log(name: str, most: int) -> None:
     traced(name, 2)
@@ -136,6 +138,7 @@ def test_logs_that_flow_on_are_not_bound_again(monkeypatch: pytest.MonkeyPatch, 
         np.testing.assert_array_equal(logs.step[key], np.arange(100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("stacks", [False, True])
 def test_a_weak_carry_is_converted_once(stacks: bool, reverse: bool) -> None:
@@ -251,6 +254,7 @@ def same(found: Any, expected: Any, rtol: float) -> None:
     jax.tree.map(compare, found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", REDUCTIONS)
 @pytest.mark.parametrize("option", ["plain", "where", "weight", "interval", "vmap", "while", "tap"])
@@ -297,6 +301,7 @@ def test_shared_accumulators_are_exact(how: str, option: str) -> None:
     same(logs_of(True), logs_of(False), rtol)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["mean", "max", "first"])
 def test_keys_that_part(how: str) -> None:
@@ -345,6 +350,7 @@ def test_a_step_of_many_events_is_one_operand_of_the_host_call(options: Any, lan
         assert max(count(5)) == max(count(25)) <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"buffer": 4}, {"buffer": 3, "interval": 2}])
 @pytest.mark.parametrize("lanes", [0, 2])
@@ -373,6 +379,7 @@ def test_events_that_share_their_steps_arrive_as_by_spool(options: Any, lanes: i
             np.testing.assert_array_equal(np.ravel(a.step[key]), np.ravel(b.step[key]))
 
 
+@pytest.mark.slow
 def test_a_chain_of_reductions_compiles() -> None:
     """Without a loop, one reduction after the other; the XLA of JAX 0.7 did not come to an end with four of them."""
 

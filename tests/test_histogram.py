@@ -210,6 +210,7 @@ def pixels_of(path):
     return rows[:, 1:].tolist()
 
 
+@pytest.mark.slow
 def test_jsonl(tmp_path):
     with JsonlLogger(tmp_path) as logger:
         logger.spool(show, logger.init(jax.random.key(0)))(X)

@@ -41,6 +41,7 @@ def everything(path: Any) -> Any:
     return [(run.name, run.key_data, run.config, run.events) for run in lox.runs(path)]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_the_index_changes_nothing(tmp_path: Any, monkeypatch: Any, seed: int) -> None:
@@ -154,6 +155,7 @@ def test_a_writer_that_seemed_dead(tmp_path: Any, monkeypatch: Any) -> None:
 # --- overwriting ---
 
 
+@pytest.mark.slow
 def test_what_is_overwritten_stays_until_there_is_an_event(tmp_path: Any) -> None:
     begin(tmp_path, 3, "new", 1.0)
     code = f"""

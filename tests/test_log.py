@@ -900,6 +900,7 @@ def test_the_console_shows_steps_of_lanes(capsys):
     assert capsys.readouterr().out == ("{'x': [0, 1]} step=[7, 8] shared=5\n{'x': [-, 1]} step=[-, 8] shared=5\n")
 
 
+@pytest.mark.slow
 def test_no_name_that_is_printed_acts_on_the_terminal(capsys):
     """Neither in what the default sink and `tap` print, nor in the message of `watch`."""
     hostile, shown = "\x1b[31m\r\ud800step", "�[31m��step"
@@ -945,6 +946,7 @@ def test_import_does_not_warn():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_logs_that_are_logged_again_invent_no_event():
     """Over no events, a reduced key is NaN, with `valid` False: that is not an event."""
 

@@ -167,6 +167,7 @@ def test_threads_may_look_at_new_logs_at_once():
         assert all(steps is seen[0] for steps in seen)
 
 
+@pytest.mark.slow
 def test_logs_may_be_looked_at_while_others_are_read():
     """Garbage is collected at any time, and what is collected may look at its logs."""
 
@@ -221,6 +222,7 @@ def test_values_that_are_removed_do_not_stay_alive(remove):
         assert logs.steps["step"].keys() >= {"big"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickle(logs, protocol):
     new = pickle.loads(pickle.dumps(logs, protocol))
@@ -358,6 +360,7 @@ def test_structure_does_not_depend_on_the_order_of_keys():
     same(jax.tree.map(lambda x, y: x + y, a, b), {"x": i32(2), "y": i32(4)})
 
 
+@pytest.mark.slow
 def test_through_jit_vmap_scan_and_cond(logs):
     doubled = jax.jit(lambda logs: jax.tree.map(lambda x: x * 2, logs))(logs)
     same(doubled, {"x": f32([2, 4, 8]), "total": {"sum": f32([2, 6, 14])}, "n": i32(6)})

@@ -787,6 +787,7 @@ def test_errors_that_the_disk_reports_last(tmp_path, monkeypatch, kind, reason):
     logger.close()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("runs", [1, 70], ids=["open", "more than are kept open"])
 @pytest.mark.parametrize("kind", [CsvLogger, JsonlLogger])
@@ -1213,6 +1214,7 @@ def test_keys_that_are_logged_together_share_their_steps_and_run(options):
     assert calls
 
 
+@pytest.mark.slow
 def test_events_for_a_logger_that_is_closed_are_told_at_exit(tmp_path):
     """If nobody closes it again, which nobody does after a `with`, the error comes when Python exits."""
     program = """

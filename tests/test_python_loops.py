@@ -76,6 +76,7 @@ def looped(kind: str, number: int) -> Any:
     return loop
 
 
+@pytest.mark.slow
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("options", [{}, {"keep_logs": True}, {"interval": 3}, {"prefix": "p/"}], ids=str)
@@ -89,6 +90,7 @@ def test_stacked(kind: str, options: Any) -> None:
     same(logs.steps["epoch"][key], np.asarray(numbers, np.float32) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", [k for k in VALUES if k not in ("bool", "complex")])
 @pytest.mark.parametrize("reduce", ["mean", "max", "last"])
@@ -135,6 +137,7 @@ def test_streamed(kind: str, options: Any) -> None:
     np.testing.assert_array_equal(steps, np.asarray(numbers))
 
 
+@pytest.mark.slow
 def test_two_loggers_of_one_key_and_others_in_between() -> None:
     """Lines of one key, with other steps, shapes of their own and conditions, beside programs that log it too."""
 
@@ -182,6 +185,7 @@ def test_a_loop_of_unknown_length_may_log_the_key_too() -> None:
     assert logs.step["a"].tolist() == [0, 1, 2, 1, 2, 3, 3, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reduce": "mean"}, {"reduce": "last"}], ids=str)
 def test_what_is_donated_or_changed_after_it_was_logged(options: Any) -> None:
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -216,6 +220,7 @@ def test_logs_that_are_removed_cost_no_computation_and_no_transfer() -> None:
     assert compiled == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reduce": "mean"}, {"reduce": {"a": "last"}}, {"interval": 2}], ids=str)
 def test_transfers_of_ours_are_none_of_the_users(options: Any) -> None:
     def loop(x: Any) -> Any:
@@ -232,6 +237,7 @@ def test_transfers_of_ours_are_none_of_the_users(options: Any) -> None:
     assert received
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reduce": "mean"}], ids=str)
 def test_a_second_call_compiles_nothing(options: Any) -> None:
     def loop(x: Any) -> Any:
@@ -287,6 +293,7 @@ def test_events_that_do_not_fit_together_are_an_error_at_once() -> None:
     assert reached == [*range(5)]
 
 
+@pytest.mark.slow
 def test_several_devices() -> None:
     devices = jax.devices()
     if len(devices) < 2:
@@ -402,6 +409,7 @@ class Part(NamedTuple):
     around: str
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:`argnames` names:lox.LoxWarning")
 @pytest.mark.parametrize("seed", range(SEED, SEED + N))

@@ -63,6 +63,7 @@ def same(a: lox.logdict, b: lox.logdict) -> bool:
     return str(a) == str(b) and str(a.steps) == str(b.steps) and a.keys() == b.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", [None, {"note": 1.0}], ids=["", "and an event without a step"])
 def test_the_newest_computation_of_a_step_counts(tmp_path: Any, log: Any) -> None:
     attempt(tmp_path / "whole", init, 0, 20)
@@ -522,6 +523,7 @@ def test_a_curve_that_does_not_go_on(tmp_path: Any) -> None:
         assert read(tmp_path, key)["0"] == [(n, n) for n in range(steps)], (key, read)
 
 
+@pytest.mark.slow
 def test_tensorboard_after_a_crash(tmp_path: Any) -> None:
     """Half an event at the end of a file does not keep TensorBoard from the next file."""
     attempt(tmp_path / "whole", init, 0, 20, make=TensorBoardLogger)

@@ -1015,6 +1015,7 @@ def test_the_working_directory_may_change(tmp_path, monkeypatch):
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("count", [2, 63, 64, 65, 130])
 @pytest.mark.parametrize("chance", [None, 0.9, 0.1])

@@ -7,6 +7,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 import lox
 
 ROOT = Path(lox.__file__).parent
@@ -57,11 +59,13 @@ def imports(module: str) -> dict[str, bool]:
     return imported
 
 
+@pytest.mark.slow
 def test_imports_point_downward() -> None:
     upward = [f"{a} -> {b}" for a in MODULES for b in imports(a) if storey(b) > storey(a)]
     assert upward == []
 
 
+@pytest.mark.slow
 def test_no_import_is_lazy_to_break_a_cycle() -> None:
     """Lazy imports make lox light, but would not close a cycle if they were at the top."""
     graph = {a: set(imports(a)) for a in MODULES}
@@ -74,6 +78,7 @@ def test_no_import_is_lazy_to_break_a_cycle() -> None:
     assert [f"{a} -> {b}" for a, b in lazy if b == a or reaches(b, a, set())] == []
 
 
+@pytest.mark.slow
 def test_there_is_no_cycle() -> None:
     order: list[str] = []
     under_way: list[str] = []
@@ -109,6 +114,7 @@ def modules_after(program: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     """Programs that only log do not wait for transformations and loggers, nor for what those need."""
     with_lox, without = modules_after("import jax, lox"), modules_after("import jax")
@@ -119,6 +125,7 @@ def test_import_is_light() -> None:
     assert others <= {"jax.export", "jax._src.export.shape_poly_decision"}  # which newer versions import themselves
 
 
+@pytest.mark.slow
 def test_import_without_jit() -> None:
     program = "import jax, lox; print(lox.spool(lambda x: (lox.log({'x': x}), x + 1)[1])(1)[1])"
     environment = {**os.environ, "JAX_DISABLE_JIT": "1"}
@@ -155,12 +162,14 @@ lox.SaveLoger
 """
 
 
+@pytest.mark.slow
 def test_every_name_is_there_when_it_is_used() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=ROOT.parent)
     message = "AttributeError: module 'lox' has no attribute 'SaveLoger'. Did you mean: 'SaveLogger'?"
     assert done.stderr.count("Traceback") == 1 and done.stderr.splitlines()[-1] == message
 
 
+@pytest.mark.slow
 def test_the_first_use_may_be_inside_of_a_program_that_is_traced() -> None:
     program = """
         import jax, jax.numpy as jnp, numpy as np, lox, sys
@@ -191,6 +200,7 @@ def test_the_first_use_may_be_inside_of_a_program_that_is_traced() -> None:
     assert done.stdout.splitlines() == ["['x', 'g'] [True] {'x': 1}"] * 2, done  # watch lets its logs flow on
 
 
+@pytest.mark.slow
 def test_logs_find_what_their_methods_need() -> None:
     """In a process that has imported nothing but lox."""
     program = """

@@ -115,6 +115,7 @@ def test_how_runs_end(tmp_path: Any) -> None:
     assert states() == {"0": "failed", "1": "finished", "2": "finished"}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed(tmp_path: Any) -> None:
     program = """
         import sys, time, jax, lox

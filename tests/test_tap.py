@@ -259,6 +259,7 @@ def test_calls_at_the_same_time_get_their_own_events(options: Any) -> None:
     assert sorted(shared) == sorted(x for xs in received.values() for x in xs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"buffer": 3}], ids=str)
 def test_every_callback_has_returned_when_the_call_has(options: Any) -> None:
     mesh = jax.sharding.Mesh(devices(8), ("d",))

@@ -117,6 +117,7 @@ def show(x):
 X = jnp.array([0.1, 0.2, 0.4, 0.6, 0.8, 1.0], jnp.float32)
 
 
+@pytest.mark.slow
 @needs_tensorboard
 @pytest.mark.parametrize("how", ["spool", "tap"])
 def test_everything_that_can_be_shown(tmp_path, how):
@@ -372,6 +373,7 @@ def sessions(path, runs):
     return answers[0]
 
 
+@pytest.mark.slow
 @needs_tensorboard
 def test_the_config_is_hyper_parameters(tmp_path):
     config = {

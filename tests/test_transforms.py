@@ -382,6 +382,7 @@ def test_logs_that_flow_on_are_not_doubled_by_derivative_rules(flowing: Any) -> 
             assert counts(lox.spool(grad(h))(X)[1]) == counts(lox.spool(grad(flowing(h)))(X)[1]) == {"v": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("loop", ["none", "scan", "fori", "cond", "remat"])
 @pytest.mark.parametrize("logs", [False, True])
@@ -429,6 +430,7 @@ def test_rules_still_see_which_arguments_are_not_differentiated() -> None:
         assert float(jax.grad(g)(1.0, 2.0)) == float(jax.jit(jax.grad(g))(1.0, 2.0)) == 2.0
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_spooled_values() -> None:
     def f(x: Any) -> Any:
         return lax.scan(lambda c, t: (noted(c * t), None), x, jnp.array([2.0, 3.0]))[0]
@@ -493,6 +495,7 @@ def test_results_that_are_not_arrays() -> None:
     assert out["c"] == "text" and out["b"] is None
 
 
+@pytest.mark.slow
 def test_without_jit_and_with_checks() -> None:
     with jax.disable_jit():
         assert lox.spool(scanned)(X)[1]["c"].shape == (5,)
@@ -584,6 +587,7 @@ def test_primitives(name: str) -> None:
             np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_no_rule_counts_too_few_events(name: str) -> None:
     """What an interval or a buffer makes room for."""
@@ -620,6 +624,7 @@ def doubled(x: Any) -> Any:
     return x * 2
 
 
+@pytest.mark.slow
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("eager", ["own", "as JAX", "none"])
 @pytest.mark.parametrize("name", ["twice", "closed_call", "scan"])
@@ -1132,6 +1137,7 @@ def branched_with_a_constant(x):
     return lax.cond(x > 0, logged, lambda x: x, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
 @pytest.mark.parametrize("fun", [jitted_with_a_constant, scanned_with_a_constant, branched_with_a_constant])
 def test_functions_that_close_over_arrays(fun, wrap):

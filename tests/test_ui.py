@@ -96,6 +96,7 @@ def test_a_wrong_host_gets_400(runs, host):
             assert b"loss" not in body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST:1234", "[::1]:80"])
 def test_its_own_names_are_answered(runs, host):
     with served(runs) as address:
@@ -336,6 +337,7 @@ def _listen(connection: socket.socket, heard: list[bytes]) -> None:
         heard.append(part)
 
 
+@pytest.mark.slow
 def test_an_empty_directory_and_one_that_does_not_exist_yet(tmp_path):
     with served(tmp_path / "later") as address:
         assert ask(address, "/api/runs")["runs"] == []

@@ -81,6 +81,7 @@ def test_curves_of_both_vmap_orders(spooled, loss):
     np.testing.assert_array_equal(positive.values, np.where(loss[:, at] > 0, loss[:, at], np.nan))
 
 
+@pytest.mark.slow
 def test_curves_of_runs_are_those_of_the_logs(tmp_path):
     logs = inside(PRNG_KEYS)
     with lox.SaveLogger(tmp_path) as logger:
@@ -170,6 +171,7 @@ def test_events_without_the_step_are_left_out_with_a_warning():
         assert _curves.curves(logs)[0].values.tolist() == [[1.0]]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 6), st.floats(-9, 9)), max_size=8), min_size=1, max_size=4))
 def test_points_against_plain_loops(lanes):

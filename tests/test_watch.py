@@ -60,6 +60,7 @@ def test_it_stops_at_the_first_nan(name: str) -> None:
     assert np.isfinite(FORMS[name](jnp.float32(0.5)))  # the process goes on
 
 
+@pytest.mark.slow
 def test_it_names_the_lane() -> None:
     xs = jnp.array([0.5, 2.0, 9.0])
     for f in (lox.watch(jax.vmap(squares)), jax.vmap(lox.watch(squares))):
@@ -69,6 +70,7 @@ def test_it_names_the_lane() -> None:
         lox.watch(jax.vmap(jax.vmap(squares)))(jnp.array([[0.5], [9.0]]))
 
 
+@pytest.mark.slow
 def test_a_callback_reports_once_and_the_function_goes_on() -> None:
     errors: list[lox.NonFiniteError] = []
     for f in (squares, jax.jit(squares)):
@@ -79,6 +81,7 @@ def test_a_callback_reports_once_and_the_function_goes_on() -> None:
     assert [str(e).splitlines()[0] for e in errors] == ["'x' is inf at step=5."] * 3
 
 
+@pytest.mark.slow
 def test_arrays_and_pytrees() -> None:
     def f(x: Any) -> None:
         lox.log({"tree": {"w": [jnp.ones(3), jnp.array([[1.0, x], [jnp.inf, x]])]}}, step=1, episode=2)
@@ -96,6 +99,7 @@ def test_arrays_and_pytrees() -> None:
     lox.watch(lambda: lox.log({"i": 3, "k": jax.random.key(0)}))()
 
 
+@pytest.mark.slow
 def test_only_selected_and_valid_values() -> None:
     def f(x: Any) -> Any:
         lox.log({"a": x})
@@ -138,6 +142,7 @@ def test_while_loops() -> None:
     lox.watch(f)(9.0)
 
 
+@pytest.mark.slow
 def test_several_devices() -> None:
     mesh = jax.sharding.Mesh(devices(8), ("d",))
     spec = jax.sharding.PartitionSpec("d")
@@ -415,6 +420,7 @@ def test_a_loop_has_neither_host_calls_nor_branches(fun: Any) -> None:
             assert "dynamic_slice" not in written and "eq" not in written  # nor a look at what was there, nor at a flag
 
 
+@pytest.mark.slow
 def test_large_events_are_kept_as_often_as_asked_for() -> None:
     def fun(x: Any) -> Any:
         def step(x: Any, i: Any) -> Any:
@@ -491,6 +497,7 @@ def test_numbers_of_events_may_overflow(last: int | None, monkeypatch: pytest.Mo
         assert len(told[0]) == 1 and told[0] == told[1]
 
 
+@pytest.mark.slow
 def test_numbers_of_all_dtypes_are_recorded() -> None:
     """Exactly, though a row has them as words."""
     names = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32"]
@@ -519,6 +526,7 @@ def test_numbers_of_all_dtypes_are_recorded() -> None:
     assert np.signbit(logs["nan"][:-1]).all()
 
 
+@pytest.mark.slow
 def test_the_host_is_called_only_if_an_event_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if there are rings that are not full, or that nothing ever comes into."""
     calls: list[str | None] = []
@@ -559,6 +567,7 @@ def test_long_loops_stop_soon() -> None:
         assert 13 <= len(seen) <= 40
 
 
+@pytest.mark.slow
 def test_a_key_that_is_logged_with_different_shapes() -> None:
     """`watch` is no stricter than the function; `error.logs` has the newest events, as many as fit together."""
 
@@ -572,6 +581,7 @@ def test_a_key_that_is_logged_with_different_shapes() -> None:
         np.testing.assert_array_equal(info.value.logs["x"], [[1, 1], [np.nan, np.nan]])
 
 
+@pytest.mark.slow
 def test_prng_keys_and_keys_that_are_not_watched_are_recorded() -> None:
     def f(x: Any) -> None:
         def step(key: Any, i: Any) -> Any:
@@ -637,6 +647,7 @@ def test_an_error_can_be_pickled_with_its_logs() -> None:
     assert str(copy) == str(info.value) and copy.logs["n"].tolist() == [4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_logger_writes_the_last_events(tmp_path: Any, wrap: Any) -> None:
     with lox.SaveLogger(tmp_path) as logger:
@@ -654,6 +665,7 @@ def test_a_logger_writes_the_last_events(tmp_path: Any, wrap: Any) -> None:
     assert logs["after"].tolist() == [1] and logs["again/n"].tolist() == [5]
 
 
+@pytest.mark.slow
 def test_a_logger_writes_the_last_events_of_the_device_that_failed(tmp_path: Any) -> None:
     mesh = jax.sharding.Mesh(devices(8), ("d",))
     spec = jax.sharding.PartitionSpec("d")
