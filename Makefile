@@ -1,7 +1,7 @@
 # Each command is one session of noxfile.py. nox itself lives in .venv/; its sessions live in .nox/.
-# Any Python >= 3.11 starts it; several names are tried because `python3` may be older.
+# Any Python >= 3.11 starts it, if it can make environments. Several names are tried because `python3` may be older.
 PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 python3.11; do \
-  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+  $$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 NOX = .venv/bin/nox
 ARGS ?=
 N ?= 1000
@@ -56,6 +56,6 @@ clean:  ## remove environments, caches and build outputs
 	rm -rf .venv .nox dist build docs/_build .pytest_cache .ruff_cache
 
 $(NOX):
-	@echo "$(or $(PYTHON),$(error no Python >= 3.11 on PATH: install one, or pass PYTHON=...)) installs nox in .venv/"
+	@echo "$(or $(PYTHON),$(error no Python >= 3.11 with the venv module on PATH: install one, or pass PYTHON=...)) installs nox in .venv/"
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/pip install --quiet --disable-pip-version-check "nox>=2026.10.20"

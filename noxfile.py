@@ -2,9 +2,10 @@
 
 `make` lists the everyday commands, `nox --list` the sessions. The session `newest` makes the environment of daily work;
 `lint`, `types`, `tests` and most others share it. Each further cell of the matrix is a session with an environment of
-its own. An environment lives in `.nox/` until its requirements change. lox itself is built and installed for every run,
-so that the tests see the wheel that users get: a file missing from it fails a test. Only `quick` and the benchmarks
-read the source tree.
+its own. Environments stay in `.nox/` and install again when their requirements change.
+
+lox itself is built and installed for every run, so that the tests see the wheel that users get: a file missing from it
+fails a test. Only `quick` and the benchmarks read the source tree.
 """
 
 import atexit

@@ -22,7 +22,8 @@ if os.environ["JAX_PLATFORMS"] != "cpu":
     # Where the one result of a program is also what a host call is computed from, XLA for GPUs ends the process (JAX
     # 0.11), for `jax.debug.callback` as for the default sink; not without this pass.
     os.environ["XLA_FLAGS"] += " --xla_disable_hlo_passes=multi_output_fusion"
-# Workers share compiled programs, and so does the next run. The fixture `no_cache` is for tests about compiling.
+# Workers share compiled programs, and so does the next run. Tests about compiling count the requests of JAX, which come
+# before it looks into this cache.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".nox" / "xla-cache"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
