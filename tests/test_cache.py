@@ -363,7 +363,7 @@ CALLED: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [2, 17, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 16, 40)]])
 @pytest.mark.parametrize("called", CALLED)
 @pytest.mark.parametrize("options", [{}, {"interval": 3}, {"reduce": {"loss": "mean"}}], ids=str)
@@ -455,7 +455,7 @@ def in_lanes(f: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("nested", NESTED)
 def test_a_transformation_inside_of_others_compiles_a_loop_once(nested: str, loop: str) -> None:
@@ -530,7 +530,7 @@ PATTERNS: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(17)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_neither_retrace_nor_recompile(pattern: str, transform: str) -> None:
@@ -580,7 +580,7 @@ def test_a_static_argument_that_is_compared_by_identity() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["args", "kwargs", "self", "given", "options", "transformed"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_names_of_arguments(transform: str, name: str) -> None:

@@ -298,7 +298,7 @@ def test_the_collectives_of_a_program_written_by_hand(layout: Sharded, interest:
             check_logs(layout, logs, interest, option)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_layout
 def test_a_jitted_program(layout: Sharded) -> None:
     with use(layout.mesh):
@@ -312,7 +312,7 @@ def test_a_jitted_program(layout: Sharded) -> None:
             check_logs(layout, logs, arrays, "stacked")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.fsdp and x.tensor], ids=name_of)
 def test_donated_weights(layout: Sharded) -> None:
     with use(layout.mesh):
@@ -327,7 +327,7 @@ def test_donated_weights(layout: Sharded) -> None:
         check_logs(layout, logs, arrays, "stacked")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.kind is AxisType.Auto], ids=name_of)
 def test_a_mesh_that_only_the_arguments_know(layout: Sharded) -> None:
     arguments = layout.arguments()
@@ -348,6 +348,7 @@ def test_a_mesh_that_only_the_arguments_know(layout: Sharded) -> None:
 each_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 
 
+@pytest.mark.sample(1)
 @each_kind
 def test_sharded_values_in_a_loop_of_unknown_length(kind: AxisType) -> None:
     layout = Sharded(kind)

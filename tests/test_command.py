@@ -395,7 +395,7 @@ def test_tail_until_finished_has_everything(tmp_path):
     assert tail.returncode == 0 and [json.loads(line)["values"]["x"] for line in lines] == list(range(50))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("backlog", [0, 3])
 @pytest.mark.parametrize("seed", range(int(os.environ.get("LOX_TAIL_N", "6"))))

@@ -422,7 +422,7 @@ ONLY_TRACED = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ONLY_TRACED)
 @pytest.mark.parametrize("terminal", [False, True])
@@ -718,7 +718,7 @@ def on_a_terminal(tmp_path, mode, interrupt=False):
     return process.returncode, data.decode()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "inside", "raise", "interrupt"])
 def test_a_terminal_is_left_as_it_was(tmp_path, mode):

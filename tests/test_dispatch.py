@@ -357,7 +357,7 @@ NOT_IN_JIT = ("disabled_jit", "debugged", "compile_time", "transformations_insid
 
 
 @pytest.mark.slow
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", [case for case in BY_CPP | OTHERS if case not in NOT_IN_JIT])
 def test_events_are_those_of_one_program(case: str) -> None:
     run, x = (BY_CPP | OTHERS)[case](), jnp.float32(1.5)

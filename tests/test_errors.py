@@ -240,6 +240,7 @@ NAMED = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("one", "other", "first", "second"), NAMED)
 def test_mismatch_between_lanes_of_one_size(one, other, first, second):
@@ -277,7 +278,7 @@ def logs_under(*vmaps: dict[str, Any] | None, n: int = 4) -> None:
         jax.vmap(lambda x: lox.log({"x": x}), **options)(jnp.zeros(n)) if options is not None else lox.log({"x": 0.0})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reduce": "mean"}, {"interval": 2}, {"capacity": 9}])
 @pytest.mark.parametrize("loop", ["none", "scan", "while", "while after"])

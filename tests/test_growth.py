@@ -86,6 +86,7 @@ def calls(trace: Callable[[], Any]) -> int:
     return count
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "most"), [("spool", 115), ("mean", 140), ("buffer", 140)], ids=str)
 def test_calls_for_each_log(name: str, most: int) -> None:
@@ -138,6 +139,7 @@ def test_logs_that_flow_on_are_not_bound_again(monkeypatch: pytest.MonkeyPatch, 
         np.testing.assert_array_equal(logs.step[key], np.arange(100))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("stacks", [False, True])
@@ -255,7 +257,7 @@ def same(found: Any, expected: Any, rtol: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", REDUCTIONS)
 @pytest.mark.parametrize("option", ["plain", "where", "weight", "interval", "vmap", "while", "tap"])
 def test_shared_accumulators_are_exact(how: str, option: str) -> None:
@@ -302,7 +304,7 @@ def test_shared_accumulators_are_exact(how: str, option: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["mean", "max", "first"])
 def test_keys_that_part(how: str) -> None:
     """Keys share a state only as long as they are logged together."""
@@ -351,7 +353,7 @@ def test_a_step_of_many_events_is_one_operand_of_the_host_call(options: Any, lan
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"buffer": 4}, {"buffer": 3, "interval": 2}])
 @pytest.mark.parametrize("lanes", [0, 2])
 def test_events_that_share_their_steps_arrive_as_by_spool(options: Any, lanes: int) -> None:

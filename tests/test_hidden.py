@@ -83,6 +83,7 @@ def test_a_composite_without_its_logs_is_still_one() -> None:
 HIDING = [with_vmap_rule, jax.custom_batching.sequential_vmap(double), partitioned, in_composite]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("f", HIDING)
 def test_a_hidden_effect_in_a_function_that_has_run_before(f: Any) -> None:
@@ -112,7 +113,7 @@ def in_pallas_call(x: Any) -> Any:
     return pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((), jnp.float32), interpret=True)(x)
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("f", "name"), [(in_linear_call, "linear_call"), (in_pallas_call, "pallas_call")])
 def test_an_opaque_primitive_in_a_function_that_has_run_before_is_an_error(f: Any, name: str, transform: Any) -> None:

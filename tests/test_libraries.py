@@ -132,7 +132,7 @@ def halving(kind: str) -> Any:
     return lambda x: eqxi.while_loop(lambda x: x > 1, body, x, max_steps=8, kind=kind, **options)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "spooled",

@@ -271,7 +271,7 @@ def random_page(rng: np.random.Generator) -> Page:
     return Page(key, ["lr"] if rng.random() < 0.3 else None, "lr=0.1" if rng.random() < 0.2 else "", options)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*FOUND, *range(FIRST, FIRST + SEEDS)])
 def test_a_page_has_what_was_logged_whatever_happens(tmp_path: Path, seed: int) -> None:

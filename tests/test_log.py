@@ -261,6 +261,7 @@ def test_prng_keys_in_a_vmapped_branch(wrap):
     assert len(events) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_prng_keys_in_a_while_loop(wrap):
@@ -303,7 +304,7 @@ def test_prng_keys_outside_loops(options):
     same(words(logs)["key"].reshape(2), np.asarray(jax.random.key_data(prng_key)))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "uint2", "float4_e2m1fn"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
@@ -427,7 +428,7 @@ def test_several_keys_keep_their_order():
     assert list(logs) == ["z", "a", "m"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [7, 2.5, True, 1j])
 def test_literals_in_compiled_functions(value):

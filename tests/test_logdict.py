@@ -104,6 +104,7 @@ def test_asdict(logs):
     same(plain, {"x": f32([1, 2, 4]), "total": {"sum": f32([1, 3, 7])}, "n": i32(3)})
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     "copied",
     [
@@ -222,6 +223,7 @@ def test_values_that_are_removed_do_not_stay_alive(remove):
         assert logs.steps["step"].keys() >= {"big"}
 
 
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickle(logs, protocol):
@@ -655,7 +657,7 @@ def check_reduced(logs, how, values):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", REDUCED)
 @pytest.mark.parametrize("xs", ARRAYS, ids=lambda x: f"{x.dtype}{list(x.shape)}")
@@ -671,7 +673,7 @@ def test_reduce(how, xs):
     assert is_numpy(to_numpy(whole).reduce(how))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", REDUCED)
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
@@ -687,7 +689,7 @@ def test_reduce_respects_valid(how, dtype):
         assert logs.valid == {}
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [h for h in REDUCED if h != "append"])
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])

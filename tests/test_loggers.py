@@ -941,6 +941,7 @@ with lox.MultiLogger(*loggers) as logger:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs ulimit")
 def test_more_lanes_than_the_process_may_open_files(tmp_path):
@@ -1080,6 +1081,7 @@ def test_closing_something_that_is_not_a_state():
         logger.close(3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"buffer": 3}], ids=str)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])

@@ -43,7 +43,7 @@ def check(case, logger, events, closed=True):
         assert case.read(logger) == case.stored(events)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @case
 @how
 def test_eagerly_and_jitted(case, how, tmp_path):
@@ -59,7 +59,7 @@ def test_eagerly_and_jitted(case, how, tmp_path):
     check(case, logger, {name: expected(1.0) for name in "012"})
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @case
 @how
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
@@ -91,7 +91,7 @@ def test_a_vmap_on_which_no_run_depends_makes_lanes_inside_the_runs(how, jit, tm
         assert lox.load(tmp_path, name)["x"].tolist() == [list(range(lanes))]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @case
 @how
 def test_init_inside_every_transformation(case, how, tmp_path):
@@ -108,7 +108,7 @@ def test_init_inside_every_transformation(case, how, tmp_path):
     check(case, logger, {"7": expected(0.0), "8": expected(10.0), "9": expected(20.0)})
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @case
 @how
 def test_inside_a_scan(case, how, tmp_path):
@@ -125,7 +125,7 @@ def test_inside_a_scan(case, how, tmp_path):
     check(case, logger, {"7": both})
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(8)
 @case
 def test_a_run_per_iteration(case, tmp_path):
     with case.make(tmp_path) as logger:
@@ -138,7 +138,6 @@ def test_a_run_per_iteration(case, tmp_path):
     check(case, logger, {name: {"a": [({}, 1.0)]} for name in "789"})
 
 
-@pytest.mark.sample(11)
 @case
 def test_log(case, tmp_path):
     with case.make(tmp_path) as logger:
@@ -154,7 +153,7 @@ def test_log(case, tmp_path):
     check(case, logger, {"7": events})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @case
 @how
 def test_options(case, how, tmp_path):
@@ -203,7 +202,7 @@ def test_while_loops(case, tmp_path):
     check(case, logger, {run: {"x": [({}, v) for v in values]} for run, values in events.items()})
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @case
 @how
 def test_ragged_lanes(case, how, tmp_path):
@@ -268,7 +267,7 @@ def test_after_closing(case, tmp_path):
     check(case, logger, {"7": expected(0.0)})
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @case
 @how
 def test_a_compiled_function_writes_to_the_run_of_its_state_not_to_the_logger_it_was_traced_with(case, how, tmp_path):

@@ -129,6 +129,7 @@ def test_single_events_come_in_order_too() -> None:
 # --- what stays -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a MultiLogger"])
 def test_a_run_that_has_ended_is_forgotten(inside: bool) -> None:

@@ -98,7 +98,7 @@ def test_every_second_event_inside_shard_map(kind: AxisType, context: bool, jit:
     same(logs, {"local": f32(LOCAL), "total": f32(28), "c": f32([LOCAL, LOCAL + 4]), "i": i32([0, 2])})
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @each_kind
 @with_and_without_context
 @jitted_or_not
@@ -119,6 +119,7 @@ def test_while_loops_inside_shard_map(kind: AxisType, context: bool, jit: bool) 
     same(sums["c"], f32([sum(e) if e else np.nan for e in expected]))
 
 
+@pytest.mark.sample(1)
 @each_kind
 def test_a_loop_around_shard_map_reduced(kind: AxisType) -> None:
     mesh = mesh_of(kind)
@@ -280,7 +281,7 @@ def test_a_while_loop_on_devices_next_to_a_vmap_of_another_size(mapped_first: bo
         lox.spool(f, capacity=7)(X)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @each_kind
 @jitted_or_not
 @pytest.mark.parametrize("reduce", ["last", "first", "sum"])
@@ -331,7 +332,7 @@ def test_a_nested_shard_map_evaluated_eagerly() -> None:
     same(logs, {"row": f32([1, 5]), "x": f32([0, 1, 2, 3])})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_kind
 @jitted_or_not
 def test_a_shard_map_that_is_manual_over_some_axes(kind: AxisType, jit: bool) -> None:
@@ -476,7 +477,7 @@ def test_watch_tells_once_in_every_execution(kind: AxisType, how: str) -> None:
 STEPS = np.arange(5, dtype=np.int32)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_kind
 @pytest.mark.parametrize("mapped", [False, True])
 def test_watch_does_not_gather_large_values(kind: AxisType, mapped: bool) -> None:
@@ -503,7 +504,7 @@ def test_watch_does_not_gather_large_values(kind: AxisType, mapped: bool) -> Non
     assert error.value == np.inf and error.steps == {"step": 3}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_kind
 @pytest.mark.parametrize("first", ["scan", "cond"])
 def test_a_reduction_is_of_one_value_unless_devices_decide(kind: AxisType, first: str) -> None:
@@ -611,7 +612,7 @@ def test_a_mesh_does_not_stick_to_numbers_that_are_not_on_it() -> None:
     same(table * number.astype(jnp.float32), TABLE)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_kind
 @with_and_without_context
 @jitted_or_not
@@ -660,7 +661,7 @@ def test_one_key_over_two_mesh_axes_of_one_size(kind: AxisType, options: Any) ->
 # --- gradients ------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_kind
 @pytest.mark.parametrize("context, jit", [(True, True), (True, False), (False, True)])  # as far as JAX itself can go
 def test_gradients_of_sharded_values(kind: AxisType, context: bool, jit: bool) -> None:
@@ -823,7 +824,7 @@ def test_lanes_over_a_mesh_that_only_the_arrays_know(program: Any, kind: AxisTyp
     same(everything(f, put(LANES, mesh)), expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @each_kind
 @pytest.mark.parametrize("reduce", ["mean", "std", "min", "sum"])
 def test_reduced_lanes_outside_of_jit(kind: AxisType, reduce: str) -> None:
@@ -845,7 +846,7 @@ class Recorder(lox.Logger):
             self.values.setdefault(run.name + " " + key, []).extend(np.asarray(logs[key]).tolist())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_kind
 @pytest.mark.parametrize("options", [{}, {"buffer": 2}, {"reduce": "mean"}, {"interval": 2}], ids=str)
 def test_a_logger_with_seeds_over_a_mesh(kind: AxisType, options: Any) -> None:

@@ -90,7 +90,7 @@ def same(a: Any, b: Any) -> None:
 # --- transfer guards ---
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @every
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_transfer_guard(transform: Callable[..., Any], jit: bool) -> None:
@@ -155,7 +155,7 @@ def test_transfer_guard_logger(tmp_path: Path) -> None:
 # --- leaks of tracers ---
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @every
 def test_checking_leaks(transform: Callable[..., Any]) -> None:
     lox.config.sink = "off"
@@ -200,7 +200,7 @@ def test_debugging_of_numbers_after_compilation(transform: Callable[..., Any], d
         same(transform(f)(ONE), before)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["mean", "sum", "min", "max", "first", "last", "count", "std", "var"])
 @pytest.mark.parametrize("debug", list(DEBUGGERS.values()), ids=list(DEBUGGERS))
 def test_debugging_of_numbers_under_reductions(how: str, debug: Any) -> None:
@@ -394,7 +394,7 @@ def test_export_of_logify_and_of_loggers_states(tmp_path: Path) -> None:
 # --- others ---
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @every
 def test_rank_promotion_and_checks(transform: Callable[..., Any]) -> None:
     lox.config.sink = "off"
@@ -430,7 +430,7 @@ def test_precision_and_devices_between_calls() -> None:
     same(lox.spool(f)(ONE), expected)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @every
 def test_x64_between_calls(transform: Callable[..., Any]) -> None:
     lox.config.sink = "off"

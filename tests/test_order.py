@@ -80,7 +80,7 @@ def _grad(f: Any) -> Any:
     return lambda: jax.grad(lambda x: x * f())(2.0)
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"buffer": 3}, {"buffer": 100}, {"interval": 1}])
 @pytest.mark.parametrize("part", [four, forever, branches, calls])

@@ -148,6 +148,7 @@ def test_logarithmic_axes_leave_out_what_they_cannot_show():
     assert "what is not positive has no place" in figure.get_supxlabel()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf", "html"])
 def test_files(directory, tmp_path, suffix):

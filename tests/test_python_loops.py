@@ -77,7 +77,7 @@ def looped(kind: str, number: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("options", [{}, {"keep_logs": True}, {"interval": 3}, {"prefix": "p/"}], ids=str)
 def test_stacked(kind: str, options: Any) -> None:
@@ -91,7 +91,7 @@ def test_stacked(kind: str, options: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [k for k in VALUES if k not in ("bool", "complex")])
 @pytest.mark.parametrize("reduce", ["mean", "max", "last"])
 def test_reduced(kind: str, reduce: str) -> None:
@@ -220,6 +220,7 @@ def test_logs_that_are_removed_cost_no_computation_and_no_transfer() -> None:
     assert compiled == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reduce": "mean"}, {"reduce": {"a": "last"}}, {"interval": 2}], ids=str)
 def test_transfers_of_ours_are_none_of_the_users(options: Any) -> None:
@@ -237,6 +238,7 @@ def test_transfers_of_ours_are_none_of_the_users(options: Any) -> None:
     assert received
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reduce": "mean"}], ids=str)
 def test_a_second_call_compiles_nothing(options: Any) -> None:
@@ -410,7 +412,7 @@ class Part(NamedTuple):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:`argnames` names:lox.LoxWarning")
 @pytest.mark.parametrize("seed", range(SEED, SEED + N))
 def test_random_programs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ AROUND: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("how", ["python", "scan", "while", "remat"])
 @pytest.mark.parametrize("step", [shrink, jax.jit(shrink)], ids=["step", "jitted step"])

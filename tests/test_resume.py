@@ -335,6 +335,7 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(make: Any, read: An
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make, read", OTHERS[:3])
 def test_a_step_for_every_lane_of_other_loggers(make: Any, read: Any, tmp_path: Any) -> None:
     attempt(tmp_path / "whole", init, 0, 20, make=make)
@@ -346,7 +347,7 @@ def test_a_step_for_every_lane_of_other_loggers(make: Any, read: Any, tmp_path: 
     assert read(tmp_path / "runs") == read(tmp_path / "whole")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make, read", OTHERS[:3])
 @pytest.mark.parametrize("same_key", [False, True])
 def test_lanes_without_a_seed_and_lanes_with_the_same(make: Any, read: Any, same_key: bool, tmp_path: Any) -> None:

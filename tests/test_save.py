@@ -237,7 +237,7 @@ def test_all_dtypes_bit_by_bit(tmp_path, options):
             assert actual.tobytes() == x.tobytes(), name
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"buffer": 2}, None], ids=["tap", "buffer", "spool"])
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

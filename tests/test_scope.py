@@ -53,7 +53,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_one_jitted_layer_reports_under_every_scope(name: str) -> None:

@@ -75,7 +75,7 @@ def in_loop(x: Any) -> Any:
     return lax.scan(lambda c, _: (whole(c), None), x, None, 3)[0]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @each_kind
 @with_and_without_context
 @around_or_inside
@@ -341,7 +341,7 @@ def test_events_of_all_devices_are_those_of_spool(kind: AxisType, jit: bool, bod
         compare(jax.jit(f) if jit else f, put(X, mesh, "a", "b"), capacity=10 if body is until else None)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @each_kind
 @pytest.mark.parametrize("options", [{}, {"buffer": 2}], ids=str)
 def test_events_that_some_devices_have(kind: AxisType, options: Any) -> None:
@@ -543,7 +543,7 @@ def test_a_step_with_the_name_of_a_mesh_axis() -> None:
     assert [int(logs.steps["d"]["x"]) for logs in received] == [9] * DEVICES
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @each_kind
 @jitted_or_not
 def test_a_tap_inside_of_shard_map_says_which_device(kind: AxisType, jit: bool) -> None:
@@ -639,7 +639,7 @@ def one_by_one(x: Any) -> Any:
     return lax.scan(lambda c, i: (lox.log({"x": c.sum() + i}), (c, None))[1], x, jnp.arange(5.0, 8.0))[0]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_kind
 @around_or_inside
 @pytest.mark.parametrize("inside", [True, False], ids=["shard_map", "jit"])
@@ -659,7 +659,7 @@ def test_a_buffer_holds_events_back(kind: AxisType, tapped: Any, inside: bool) -
             assert (calls, events) == (2, [many(i) for i in range(8)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_kind
 @around_or_inside
 def test_a_buffer_of_events_from_everywhere(kind: AxisType, tapped: Any) -> None:
@@ -684,7 +684,7 @@ def test_a_buffer_of_events_from_everywhere(kind: AxisType, tapped: Any) -> None
 # --- callbacks that raise --------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_kind
 @pytest.mark.parametrize("options", [{}, {"buffer": 3}], ids=str)
 @pytest.mark.parametrize("inside", [True, False], ids=["shard_map", "jit"])
@@ -737,7 +737,7 @@ def test_a_callback_that_raises_before_devices_meet_again() -> None:
 # --- loggers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @each_kind
 @pytest.mark.parametrize("options", [{}, {"buffer": 2}], ids=str)
 @pytest.mark.parametrize("body", [once, row, loop, lanes, branch])

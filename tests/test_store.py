@@ -1016,7 +1016,7 @@ def test_the_working_directory_may_change(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [2, 63, 64, 65, 130])
 @pytest.mark.parametrize("chance", [None, 0.9, 0.1])
 def test_runs_that_log_together(tmp_path, count, chance):

@@ -236,7 +236,7 @@ def test_an_error_of_the_user_is_not_taken_for_an_earlier_one() -> None:
         lox.watch(g)(1.0)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("x", [1.3, 1, True, jnp.float32(1.3)])
 def test_python_numbers(x: Any) -> None:
     def f(x: Any) -> Any:
@@ -300,6 +300,7 @@ def test_integers_are_summed_as_jax_sums_them() -> None:
         assert lox.spool(f, reduce="sum")(xs)[1]["x"].dtype == xs.sum().dtype
 
 
+@pytest.mark.nightly
 def test_explicit_sharding() -> None:
     if not hasattr(jax.sharding, "use_abstract_mesh"):
         pytest.skip("JAX 0.7 makes no sharded array without a mesh around")

@@ -506,6 +506,7 @@ def spread(x):
     return jax.lax.scan(step, x, jnp.arange(3))[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @needs_tensorboard
 @pytest.mark.parametrize(("how", "options"), [("spool", {}), ("tap", {}), ("tap", {"buffer": 2})])

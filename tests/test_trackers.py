@@ -193,6 +193,7 @@ def test_another_step_may_be_used(make, read, tmp_path):
     assert read(logger)["7"]["a"] == [({"step": 2}, 1.0)]
 
 
+@pytest.mark.sample(2)
 @trackers
 def test_arrays_and_pytrees(make, read, tmp_path):
     def f(x):
@@ -309,6 +310,7 @@ def test_a_step_that_is_not_an_integer_affects_its_run_only(make, read, tmp_path
     assert read(logger)["8"] == {"x": [({"step": 100}, 1.0)]}
 
 
+@pytest.mark.sample(1)
 @trackers
 def test_leaves_that_look_alike(make, read, tmp_path):
     with make(tmp_path) as logger:
@@ -319,6 +321,7 @@ def test_leaves_that_look_alike(make, read, tmp_path):
     assert len(actual) == 5
 
 
+@pytest.mark.sample(1)
 @trackers
 @pytest.mark.parametrize("how", ["spool", "tap"])
 def test_lanes_inside_a_run_have_steps_of_their_own(make, read, tmp_path, how):

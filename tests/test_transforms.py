@@ -205,7 +205,7 @@ def test_vmapped_branches_that_log_alike_have_no_valid() -> None:
 # --- loops ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["literal", "constant", "closure", "jit", "cond", "inner scan"])
 @pytest.mark.parametrize("transform", ["grad", "jit(grad)", "grad(jit)", "linearize", "grad(remat)", "jvp", "plain"])
@@ -317,6 +317,7 @@ def test_stacked_events_before_a_while_loop_keep_their_place() -> None:
 # --- derivatives ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("fun", [with_jvp, with_vjp], ids=["jvp", "vjp"])
 @pytest.mark.parametrize("jit", [False, True])
@@ -383,7 +384,7 @@ def test_logs_that_flow_on_are_not_doubled_by_derivative_rules(flowing: Any) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("loop", ["none", "scan", "fori", "cond", "remat"])
 @pytest.mark.parametrize("logs", [False, True])
 def test_a_forward_rule_may_call_its_function(loop: str, logs: bool) -> None:
@@ -625,7 +626,7 @@ def doubled(x: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("eager", ["own", "as JAX", "none"])
 @pytest.mark.parametrize("name", ["twice", "closed_call", "scan"])
 def test_a_rule_for_a_primitive_of_ones_own(name: str, eager: str) -> None:
@@ -987,7 +988,7 @@ def unrolled_in_environments(w: Any, scoped: bool = False) -> Any:
         return train.sum() + unroll(6, 2).sum()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("f", [trained_and_evaluated, unrolled_in_environments])
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -1029,7 +1030,7 @@ def test_one_key_under_one_vmap_called_again() -> None:
     assert lox.spool(f, reduce="max")(2)[1]["h"].tolist() == [7.0, 7.0, 7.0]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["cond", "cond in scan", "scan", "while"])
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def runs(tmp_path):
 # --- who may ask ---
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "host",
@@ -96,6 +96,7 @@ def test_a_wrong_host_gets_400(runs, host):
             assert b"loss" not in body
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST:1234", "[::1]:80"])
 def test_its_own_names_are_answered(runs, host):
@@ -108,6 +109,7 @@ def test_two_hosts_are_refused(runs):
         assert request(address, "/", Host="evil.example")[0] == 400
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
 def test_it_is_read_only(runs, method):
@@ -125,7 +127,7 @@ def test_another_site_may_not_read(runs):
         assert not any(name.startswith("access-control") for name in headers)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
@@ -236,6 +238,7 @@ def test_an_exact_point(runs):
             np.testing.assert_allclose(group["high"], own.mean() + own.std(ddof=1), rtol=1e-14)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("query", "problem"),
@@ -486,7 +489,7 @@ def merged(old: dict[str, Any], news: dict[str, Any]) -> dict[str, Any]:
     return {**news, "groups": groups}
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_what_grows_is_what_it_would_be_if_it_were_read_anew(tmp_path, seed):

@@ -127,6 +127,7 @@ def test_numbers_are_those_of_numpy_to_the_last_digit(browser, tmp_path, x):
         np.testing.assert_array_equal([shown(v) for v in found["high"]], [shown(v) for v in mean + margin])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("band", "edges"),
     [

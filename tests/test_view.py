@@ -63,7 +63,7 @@ def outside(prng_keys):
     return jax.vmap(lox.spool(train))(prng_keys)[1]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("spooled", [inside, outside, jax.jit(inside), jax.jit(outside)])
 def test_curves_of_both_vmap_orders(spooled, loss):

@@ -215,7 +215,7 @@ logger.close()
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform == "win32", reason="needs ulimit")
 @pytest.mark.parametrize("how", ["flush", "close"])
 def test_a_full_disk(tmp_path, how):
@@ -240,6 +240,7 @@ def test_no_room_for_another_record(tmp_path, offline, monkeypatch):
     logger.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [1, 400, 3000], ids=["part of a block", "several blocks", "many blocks"])
 def test_the_end_of_the_file_is_found(tmp_path, offline, monkeypatch, rows):
     """Whatever is cut off, down to the last byte."""

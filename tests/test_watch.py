@@ -43,7 +43,7 @@ def _quiet() -> Any:
     lox.config.sink = before
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_it_stops_at_the_first_nan(name: str) -> None:
@@ -339,7 +339,7 @@ PROGRAMS: dict[str, Any] = {
 LASTS = [None, 4]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("last", LASTS)
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -358,7 +358,7 @@ def test_against_a_simulation(name: str, last: int | None) -> None:
         assert [repr(described(e, None)) for e in errors] == ([] if want is None else [repr(want)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("last", LASTS)
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -420,6 +420,7 @@ def test_a_loop_has_neither_host_calls_nor_branches(fun: Any) -> None:
             assert "dynamic_slice" not in written and "eq" not in written  # nor a look at what was there, nor at a flag
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_large_events_are_kept_as_often_as_asked_for() -> None:
     def fun(x: Any) -> Any:
@@ -613,6 +614,7 @@ def test_every_device_records_its_own() -> None:
         assert np.ravel(info.value.logs["n"]).tolist() == [3, 4, 5]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_loop_around_devices_records_up_to_the_failure_on_all_of_them() -> None:
     mesh = jax.sharding.Mesh(devices(8), ("d",))
@@ -647,6 +649,7 @@ def test_an_error_can_be_pickled_with_its_logs() -> None:
     assert str(copy) == str(info.value) and copy.logs["n"].tolist() == [4, 5]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_logger_writes_the_last_events(tmp_path: Any, wrap: Any) -> None:
@@ -677,6 +680,7 @@ def test_a_logger_writes_the_last_events_of_the_device_that_failed(tmp_path: Any
     assert np.ravel(lox.load(tmp_path, key=jax.random.key(0))["n"]).tolist() == [3, 4, 5]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("fun", [scanned(1000), looped], ids=["scan", "while"])
 def test_a_lane_that_has_failed_is_written_once(tmp_path: Any, fun: Any) -> None:
