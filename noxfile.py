@@ -103,6 +103,13 @@ def install_lox(python: str) -> None:
     pip(python, "--no-deps", "--no-build-isolation", "--force-reinstall", ".")
 
 
+def limit_cache() -> None:
+    """Drop the compiled programs of the tests when they take more than a gigabyte."""
+    cache = ROOT / ".nox" / "xla-cache"
+    if sum(file.stat().st_size for file in cache.glob("*")) > 1e9:
+        shutil.rmtree(cache)
+
+
 def run(session: nox.Session, python: str, *arguments: str, **env: str) -> None:
     """Run Python without the working directory on its path: `lox` is the installed one."""
     session.run(python, "-P", *arguments, env=env, external=True)
@@ -153,6 +160,7 @@ def types(session: nox.Session) -> None:
 @nox.session(python=False, requires=["newest"], default=False)
 def tests(session: nox.Session) -> None:
     """Run the tests of every change, of the built wheel."""
+    limit_cache()
     install_lox(SHARED)
     pytest(session, SHARED, *session.posargs)
     if not (shutil.which("chromedriver") and (shutil.which("chromium") or shutil.which("google-chrome"))):
