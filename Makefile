@@ -16,7 +16,7 @@ help:  ## show this list
 demo: $(NOX)  ## a small training run, logged with lox
 	@$(NOX) -s demo -- $(ARGS)
 
-ui: $(NOX)  ## the curves of the demo in a browser (ARGS="--port 8080 --no-browser")
+ui: $(NOX)  ## after `make demo`: its curves in a browser (ARGS="--port 8080 --no-browser")
 	@$(NOX) -s ui -- $(ARGS)
 
 quick: $(NOX)  ## between two edits: the fast tests, on the source tree, in less than a minute (ARGS="-k scan")
