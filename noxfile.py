@@ -209,7 +209,7 @@ def soak(session: nox.Session) -> None:
 
 # --- The matrix: everything else that CI runs ----------------------------------------------------
 
-# Their outcome depends on the way in which a JAX release traces and lowers programs and treats effects.
+# Their outcome depends on how a JAX release traces and lowers programs and treats effects.
 TRACING = [
     *("test_canary", "test_dispatch", "test_fuzz", "test_hidden", "test_log", "test_meshes", "test_options"),
     *("test_order", "test_recompute", "test_scope", "test_sharded", "test_streams", "test_tap", "test_transforms"),

@@ -466,7 +466,7 @@ def run_in_forward_pass(primitive: Any, stand_in: Any = None) -> None:
         return eqn, None, [False] * outs, [False] * outs, []
 
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
-    try:  # 0.11 has a new remat behind a flag, with a table of its own
+    try:  # since 0.11, a new remat behind a flag has another table
         from jax._src.interpreters import remat
     except ImportError:
         return
