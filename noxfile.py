@@ -122,9 +122,7 @@ def pytest(session: nox.Session, python: str, *arguments: str, **env: str) -> No
 # --- Daily work: one environment, on the newest JAX ----------------------------------------------
 
 SHARED = str(ROOT / ".nox" / "newest" / "bin" / "python")
-NO_BROWSER = """\
-NOT TESTED: the dashboard in a browser. There is no browser on this machine.
-Install one:  apt-get install chromium chromium-driver"""
+BROWSER = "import sys; sys.path.insert(0, 'tests'); import browser; print(browser.package())"
 
 
 @nox.session(python=NEWEST, default=False)
@@ -165,9 +163,9 @@ def tests(session: nox.Session) -> None:
     """Run the tests of every change, of the built wheel."""
     limit_cache()
     install_lox(SHARED)
+    if problem := str(session.run(SHARED, "-c", BROWSER, external=True, silent=True)).strip():
+        atexit.register(print, f"NOT TESTED: the dashboard in a browser, because {problem}")  # below nox's summary
     pytest(session, SHARED, *session.posargs)
-    if not (shutil.which("chromedriver") and (shutil.which("chromium") or shutil.which("google-chrome"))):
-        atexit.register(print, NO_BROWSER)  # below the summary of nox
 
 
 @nox.session(python=False, requires=["newest"], default=False)

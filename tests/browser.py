@@ -16,7 +16,7 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
-MISSING = "" if CHROMIUM and DRIVER else "no browser: install chromium and chromium-driver to test the dashboard"
+MISSING = "" if CHROMIUM and DRIVER else "there is no browser: apt-get install chromium chromium-driver"
 PATIENCE = 30.0  # seconds
 
 

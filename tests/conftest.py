@@ -54,8 +54,8 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if config.option.nightly or any("[" in argument for argument in config.args):  # a case is asked for by name
         return
-    is_named = any("::" in argument for argument in config.args)
-    kept = [item for item in items if is_named or not item.get_closest_marker("nightly")]
+    named = tuple(argument for argument in config.args if "::" in argument)
+    kept = [item for item in items if item.nodeid.startswith(named) or not item.get_closest_marker("nightly")]
     tables = {}
     for item in kept:
         if marker := item.get_closest_marker("sample"):

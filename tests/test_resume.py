@@ -649,7 +649,7 @@ def test_kill_a_training_and_resume_it(tmp_path: Any) -> None:
     expected = lox.load(tmp_path / "whole" / "runs", jax.vmap(jax.random.key)(jnp.arange(2)))
     rng = random.Random(0)
     kills = rounds = 0
-    while kills < int(os.environ.get("LOX_KILLS", 2)):
+    while kills < int(os.environ.get("LOX_KILLS", 10)):
         path = tmp_path / f"{rounds}"
         rounds += 1
         path.mkdir()
