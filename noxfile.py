@@ -310,7 +310,8 @@ def dist(session: nox.Session) -> None:
     session.run(python, "-m", "venv", "--clear", str(empty), external=True)
     fresh = str(empty / "bin" / "python")
     pip(fresh, f"{wheel}[ui,pandas]")
-    run(session, fresh, "tests/documents.py", "README.md")
+    # Without -P: the folder of the tests is on the path then, and the source tree is not.
+    session.run(fresh, "tests/documents.py", "README.md", external=True)
     with zipfile.ZipFile(wheel) as content:
         others = [name for name in content.namelist() if not name.startswith(("lox/", "lox_jax-"))]
     if others:
